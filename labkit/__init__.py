@@ -1,0 +1,1 @@
+"""labkit: a Jupyter-first laboratory for the memory of LLM serving."""

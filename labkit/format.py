@@ -1,0 +1,92 @@
+"""Numbers as labkit shows them: three significant digits, a unit, never a naked percentage.
+
+Memory is in GiB, MiB and KiB (powers of two, as nvidia-smi, torch and vLLM print it); bandwidth in GB/s and TB/s
+(powers of ten, as data sheets print it). Rounding is for show only: records and hovers carry the full value.
+"""
+
+from __future__ import annotations
+
+import math
+
+MISSING = "–"
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """`value` with `digits` significant digits and thousands commas; "–" when there is none."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    if abs(value) < 0.01:
+        return "<0.01" if value > 0 else ">-0.01"
+    rounded = float(f"{value:.{digits - 1}e}")
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:,.{decimals}f}"
+
+
+def count(value: float | None) -> str:
+    """Tokens, blocks, requests: whole, with thousands commas."""
+    return MISSING if value is None or not math.isfinite(value) else f"{round(value):,}"
+
+
+def memory(num_bytes: float | None) -> str:
+    """Bytes of memory as GiB, MiB, KiB or B."""
+    if num_bytes is None or not math.isfinite(num_bytes):
+        return MISSING
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(num_bytes) >= unit:
+            return f"{number(num_bytes / unit)} {name}"
+    return f"{round(num_bytes):,} B"
+
+
+def share(part: float | None, whole: float | None) -> str:
+    """`part` of `whole` in percent, at most one decimal; "–" when there is no whole."""
+    if part is None or not whole:
+        return MISSING
+    percent = 100 * part / whole
+    if 0 < percent < 0.1:
+        return "<0.1 %"
+    return f"{percent:.1f} %" if abs(percent) < 10 else f"{percent:.0f} %"
+
+
+def memory_with_share(num_bytes: float, total_bytes: float) -> str:
+    """An amount and its share: "12.3 GiB (15 %)"."""
+    return f"{memory(num_bytes)} ({share(num_bytes, total_bytes)})"
+
+
+def bandwidth(bytes_per_s: float | None) -> str:
+    """Bandwidth in GB/s or TB/s (powers of ten)."""
+    if bytes_per_s is None or not math.isfinite(bytes_per_s):
+        return MISSING
+    if abs(bytes_per_s) >= 1e12:
+        return f"{number(bytes_per_s / 1e12)} TB/s"
+    return f"{number(bytes_per_s / 1e9)} GB/s"
+
+
+def duration(seconds: float | None) -> str:
+    """A time: ms under one second, s under two minutes, then min and h."""
+    if seconds is None or not math.isfinite(seconds):
+        return MISSING
+    if abs(seconds) < 1:
+        return f"{number(seconds * 1e3)} ms"
+    if abs(seconds) < 120:
+        return f"{number(seconds)} s"
+    if abs(seconds) < 7200:
+        return f"{number(seconds / 60)} min"
+    return f"{number(seconds / 3600)} h"
+
+
+def rate(per_second: float | None, unit: str = "tok/s") -> str:
+    """A rate with its unit: "1,240 tok/s"."""
+    return MISSING if per_second is None else f"{number(per_second)} {unit}"
+
+
+def change(before: float | None, after: float | None, unit: str = "") -> str:
+    """A change with sign, percent and both values: "+18 % (1,240 → 1,460 tok/s)"."""
+    if before is None or after is None or not before:
+        return MISSING
+    percent = 100 * (after - before) / abs(before)
+    digits = f"{percent:+.1f}" if abs(percent) < 10 else f"{percent:+,.0f}"
+    span = f"{number(before)} → {number(after)}"
+    return f"{digits} % ({span} {unit})" if unit else f"{digits} % ({span})"

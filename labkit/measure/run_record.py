@@ -1,0 +1,138 @@
+"""`RunRecord`: everything that one run was and gave, as immutable rows that load as pandas frames."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from labkit.memory.records import MemoryBreakdown, MemoryPlan
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.gpu_spec import GpuSpec
+from labkit.specs.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RunStatus = Literal["running", "finished", "cancelled", "failed", "unfinished"]
+
+
+@dataclass(frozen=True)
+class RequestRow:
+    """One request of a run; times in seconds from the start of the run.
+
+    Attributes:
+        arrival_s: when the workload offered it.
+        first_token_s, finish_s: when its first and last token were there; None when it never got that far.
+        input_tokens, output_tokens: prompt length and tokens generated so far.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_preemptions: how often it was sent back.
+        finish_reason: "length", "stop", "cancelled", "refused: …" or "" while it runs.
+        token_times_s: when each output token was there, for inter-token latency.
+    """
+
+    request_id: int
+    arrival_s: float
+    first_token_s: float | None
+    finish_s: float | None
+    input_tokens: int
+    output_tokens: int
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    finish_reason: str = ""
+    token_times_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One engine step; `start_s` from the start of the run, start to start is the cycle time."""
+
+    start_s: float
+    duration_s: float
+    num_tokens: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_running: int
+    num_waiting: int
+    num_blocks_used: int
+    num_blocks_cached: int
+    num_tokens_stored: int
+    num_preemptions: int = 0
+    num_swapped_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Cache and DRAM counters, never without their method and bandwidth.
+
+    Attributes:
+        method: "measured (…)" or "simulated (…)"; shown beside every value.
+        card: the card that was measured or simulated.
+        l2_hit_rate: share of L2 sector reads that hit, 0 to 1.
+        dram_bytes_per_s: bytes read from DRAM per second of kernel time.
+        kernel_time_s: time of the kernels that were looked at.
+    """
+
+    method: str
+    card: str
+    l2_hit_rate: float
+    dram_bytes: float
+    dram_bytes_per_s: float
+    kernel_time_s: float
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run of one configuration on one workload.
+
+    Attributes:
+        run_id: unique in a store; made by the caller, so that equal inputs can give equal bytes.
+        name: what a person calls it, from what changed ("fp8 KV, block 32"); text from outside.
+        created: ISO 8601 time, given by the caller.
+        origin: "measured" for a real engine, "simulated" for a virtual one.
+        workload: name, source, licence, steps, seed and count of requests of the `Workload`.
+        versions: package → version; machine facts under "machine".
+        duration_s: from the first arrival to the last finish.
+        measured: the measured memory parts, None when the run ended before they were read.
+        block_map: final or fullest-moment owner of each block, -1 free, -2 cached, else request_id; for the
+            occupancy map.
+        energy_j: from NVML, None where there is none.
+    """
+
+    run_id: str
+    name: str
+    created: str
+    status: RunStatus
+    config: EngineConfig
+    model: ModelSpec
+    gpu: GpuSpec
+    workload: Mapping[str, Any]
+    plan: MemoryPlan
+    requests: tuple[RequestRow, ...] = ()
+    steps: tuple[StepRow, ...] = ()
+    measured: MemoryBreakdown | None = None
+    counters: Counters | None = None
+    block_map: tuple[int, ...] = ()
+    energy_j: float | None = None
+    duration_s: float = 0.0
+    seed: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    origin: Literal["measured", "simulated"] = "measured"
+    error: str = ""
+    note: str = ""
+
+    def requests_frame(self) -> pd.DataFrame:
+        """One row a request, columns as in `RequestRow`."""
+        return _frame(self.requests, RequestRow)
+
+    def steps_frame(self) -> pd.DataFrame:
+        """One row a step, columns as in `StepRow`."""
+        return _frame(self.steps, StepRow)
+
+
+def _frame(rows: tuple, row_type: type) -> pd.DataFrame:
+    import pandas as pd  # pandas costs 0.4 s to import and planning does not need it
+
+    columns = [entry.name for entry in dataclasses.fields(row_type)]
+    return pd.DataFrame([[getattr(row, name) for name in columns] for row in rows], columns=columns)

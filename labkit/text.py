@@ -1,0 +1,36 @@
+"""Text that comes from outside (model names, notes, trace columns, log lines) made safe to show."""
+
+from __future__ import annotations
+
+import difflib
+import html
+import unicodedata
+from collections.abc import Iterable
+
+# Bidirectional overrides and isolates reorder what a reader sees (CVE-2021-42574).
+_BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def plain(text: object, limit: int = 500) -> str:
+    """`text` as one line without control or bidirectional characters, at most `limit` characters long.
+
+    For terminals, logs and error messages: no escape sequence survives.
+    """
+    cleaned = "".join(
+        " " if char in "\t\r\n" else char
+        for char in str(text)[: limit * 4]
+        if char in "\t\r\n" or (unicodedata.category(char) not in ("Cc", "Cs") and char not in _BIDI)
+    )
+    return cleaned if len(cleaned) <= limit else cleaned[: limit - 1] + "…"
+
+
+def escape_html(text: object, limit: int = 500) -> str:
+    """`text` for HTML content, attributes and plotly's pseudo-HTML labels."""
+    return html.escape(plain(text, limit), quote=True)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The entry of `known` that looks most like `name`, or None when nothing does."""
+    by_folded = {entry.casefold(): entry for entry in known}
+    matches = difflib.get_close_matches(str(name).casefold(), by_folded, n=1, cutoff=0.5)
+    return by_folded[matches[0]] if matches else None
