@@ -1,0 +1,37 @@
+# The three commands: make demo · make lab · make test. Another Python: make demo PYTHON=python3.12
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+
+.PHONY: demo lab test lint chromium bench clean
+demo:
+	@$(PYTHON) tools/bootstrap.py
+	@$(BIN)/labkit tune --demo
+
+lab:
+	@$(PYTHON) tools/bootstrap.py
+	$(BIN)/jupyter lab --ip=127.0.0.1 --ServerApp.root_dir=notebooks
+
+test: chromium
+	@$(PYTHON) tools/bootstrap.py --tests
+	$(MAKE) lint
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --nbmake --nbmake-timeout=300 tests notebooks
+
+lint:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/nbstripout --verify $(NOTEBOOKS)
+
+chromium:
+	@command -v chromium >/dev/null || { echo "installing Chromium from apt …"; \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; }
+
+bench:
+	@$(PYTHON) tools/bootstrap.py --tests
+	$(BIN)/labkit bench engine && $(BIN)/labkit bench planner && $(BIN)/labkit bench panel
+
+clean:
+	rm -rf .venv build dist *.egg-info
