@@ -1,4 +1,4 @@
-"""`summarize` against values worked out by hand and against numpy's quantiles."""
+"""`percentiles` against numpy, and against nothing at all."""
 
 from __future__ import annotations
 
@@ -7,24 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.measure.run_record import RequestRow
-from labkit.measure.summary import inter_token_s, quantiles
+from labkit.measure.summary import percentiles
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40))
-def test_quantiles_agree_with_numpy(values):
-    got = quantiles(values)
+def test_percentiles_agree_with_numpy(values):
+    got = percentiles(values)
     expected = np.quantile(values, [0.5, 0.95, 0.99])
     assert [got.p50, got.p95, got.p99] == pytest.approx(list(expected), rel=1e-9, abs=1e-6)
-    assert got.count == len(values)
+    assert got.num_values == len(values)
 
 
-def test_quantiles_of_nothing_are_none_not_zero():
-    got = quantiles([])
-    assert (got.p50, got.p99, got.mean, got.count) == (None, None, None, 0)
-
-
-def test_inter_token_gaps_start_after_the_first_token():
-    row = RequestRow(0, 0.0, 1.0, 2.0, 8, 3, token_times_s=(1.0, 1.25, 2.0))
-    assert inter_token_s(row) == [0.25, 0.75]
-    assert inter_token_s(RequestRow(1, 0.0, 1.0, 1.0, 8, 1, token_times_s=(1.0,))) == []
+def test_percentiles_of_nothing_are_none_not_zero():
+    assert percentiles([]) is None
