@@ -103,7 +103,7 @@ class GgufFile:
             with open(self.path, "rb", buffering=0) as file:
                 data = np.empty(tensor.num_bytes, dtype=np.uint8)
                 file.seek(tensor.offset)
-                view, filled = memoryview(data), 0
+                view, filled = data.data, 0
                 while filled < tensor.num_bytes:
                     got = file.readinto(view[filled:])
                     if not got:
