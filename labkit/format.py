@@ -40,6 +40,11 @@ def memory(num_bytes: float | None) -> str:
     return f"{round(num_bytes):,} B"
 
 
+def memory_scale(num_bytes: float) -> tuple[int, str]:
+    """Divisor and unit for an axis that reaches to `num_bytes`: plotly has no binary prefixes."""
+    return (GIB, "GiB") if num_bytes >= GIB else (MIB, "MiB") if num_bytes >= MIB else (KIB, "KiB")
+
+
 def share(part: float | None, whole: float | None) -> str:
     """`part` of `whole` in percent, at most one decimal; "–" when there is no whole."""
     if part is None or not whole:

@@ -1,0 +1,215 @@
+"""The card's memory as one bar per view (predicted, measured, baseline), all on one scale."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from labkit import format as fmt
+from labkit.figures.frame import empty, frame
+from labkit.figures.palette import OUTLINE, PART_COLORS, get_theme, label, text_on
+from labkit.figures.tables import Table, make_table
+from labkit.measure.run_record import RunRecord
+from labkit.memory.records import PART_TITLES, PARTS, MemoryBreakdown, MemoryPlan
+
+ROWS = ("predicted", "measured", "baseline")
+_SOLID_SHARE = 0.09  # a segment narrower than this has no room for its name
+
+
+@dataclass(frozen=True)
+class MemoryBar:
+    """One bar: `parts` in bytes sum to `total_bytes`; a negative "free" says by how much the card is overrun."""
+
+    row: str
+    total_bytes: int
+    parts: tuple[tuple[str, int], ...]
+    uncertainty: tuple[tuple[str, int], ...] = ()
+    formulas: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryBreakdownInfo:
+    """Bars on one scale of `scale_bytes`; `subject` says whose memory it is; empty `bars` is the state "no plan"."""
+
+    subject: str
+    bars: tuple[MemoryBar, ...]
+    scale_bytes: int
+    verdict: str = ""
+
+    def bar(self, row: str) -> MemoryBar | None:
+        """The bar of that name, None where there is none."""
+        return next((bar for bar in self.bars if bar.row == row), None)
+
+
+def get_memory_breakdown_info(
+    plan: MemoryPlan | None, record: RunRecord | None = None, baseline: RunRecord | None = None
+) -> MemoryBreakdownInfo:
+    """The predicted bar of `plan`, beside what `record` measured and the memory of the `baseline` run.
+
+    The baseline shows its measured parts where it has them, else its predicted ones; the note says which.
+    """
+    if plan is None:
+        return MemoryBreakdownInfo("", (), 0)
+    bars = [_bar("predicted", plan.breakdown, plan)]
+    if record is not None and record.measured is not None:
+        bars.append(_bar("measured", record.measured, None, record.name))
+    if baseline is not None:
+        parts = baseline.measured or baseline.plan.breakdown
+        bars.append(_bar("baseline", parts, None, f"{baseline.name}, {parts.kind}"))
+    scale = max(max(bar.total_bytes, sum(size for part, size in bar.parts if part != "free")) for bar in bars)
+    return MemoryBreakdownInfo(f"{plan.model.name} on {plan.gpu.name}", tuple(bars), scale, plan.verdict)
+
+
+def _bar(row: str, parts: MemoryBreakdown, plan: MemoryPlan | None, note: str = "") -> MemoryBar:
+    return MemoryBar(
+        row,
+        parts.total_bytes,
+        tuple(parts.parts().items()),
+        tuple(parts.uncertainty_bytes.items()),
+        tuple(plan.formulas.items()) if plan else (),
+        note,
+    )
+
+
+def draw_memory_breakdown(info: MemoryBreakdownInfo, theme: str = "light") -> go.Figure:
+    """One horizontal stacked bar for each view; predicted is hatched, measured solid; formulas on hover."""
+    if not info.bars:
+        return empty(theme, "no plan yet: choose a model and a card")
+    figure = frame(theme)
+    divisor, unit = fmt.memory_scale(info.scale_bytes)
+    for part in PARTS:
+        figure.add_trace(_trace(info, part, divisor, theme))
+    figure.update_layout(
+        barmode="stack",
+        bargap=0.35,
+        height=150 + 44 * len(info.bars),
+        uniformtext={"minsize": 10, "mode": "hide"},
+        legend={"traceorder": "normal"},
+        margin={"l": 84, "r": 20, "t": 64, "b": 44},
+        shapes=[_total_line(bar, index, divisor, theme) for index, bar in enumerate(info.bars)],
+    )
+    figure.update_xaxes(title_text=f"memory ({unit})", range=[0, 1.01 * info.scale_bytes / divisor], fixedrange=True)
+    figure.update_yaxes(autorange="reversed", fixedrange=True, ticks="", showgrid=False)
+    return figure
+
+
+def _trace(info: MemoryBreakdownInfo, part: str, divisor: float, theme: str) -> go.Bar:
+    sizes = [max(0, dict(bar.parts)[part]) for bar in info.bars]
+    fill = PART_COLORS[part]
+    patterns = ["x" if part == "outside" else "/" if bar.row == "predicted" and part != "free" else ""
+                for bar in info.bars]  # fmt: skip
+    return go.Bar(
+        name=f"{PART_TITLES[part]} {fmt.memory(dict(info.bars[0].parts)[part])}",
+        orientation="h",
+        y=[bar.row for bar in info.bars],
+        x=[size / divisor for size in sizes],
+        marker={"color": fill, "line": {"color": get_theme(theme).page if part != "free" else OUTLINE, "width": 1},
+                "pattern": {"shape": patterns, "fgcolor": text_on(fill), "fgopacity": 0.28, "size": 7,
+                            "solidity": 0.12}},
+        text=[_inside(part, size, info.scale_bytes) for size in sizes],
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        textfont={"color": text_on(fill) if part != "free" else get_theme(theme).text},
+        hovertext=[_hover(bar, part) for bar in info.bars],
+        hovertemplate="%{hovertext}<extra></extra>",
+        legendgroup=part,
+    )  # fmt: skip
+
+
+def _inside(part: str, size: int, scale: int) -> str:
+    share = size / scale if scale else 0
+    if share < _SOLID_SHARE / 2:
+        return ""
+    return f"{PART_TITLES[part]} {fmt.memory(size)}" if share > 2 * _SOLID_SHARE else fmt.memory(size)
+
+
+def _hover(bar: MemoryBar, part: str) -> str:
+    size = dict(bar.parts)[part]
+    lines = [
+        f"<b>{PART_TITLES[part]}</b>, {bar.row}",
+        f"{fmt.memory_with_share(size, bar.total_bytes)} = {size:,} bytes",
+    ]
+    uncertainty = dict(bar.uncertainty).get(part)
+    if uncertainty:
+        lines.append(f"± {fmt.memory(uncertainty)}")
+    formula = dict(bar.formulas).get(part)
+    if formula:
+        lines.extend(label(line, 100) for line in textwrap.wrap(formula, 72))
+    if bar.note:
+        lines.append(label(bar.note))
+    return "<br>".join(lines)
+
+
+def _total_line(bar: MemoryBar, index: int, divisor: float, theme: str) -> dict:
+    position = bar.total_bytes / divisor
+    return {"type": "line", "x0": position, "x1": position, "y0": index - 0.42, "y1": index + 0.42,
+            "line": {"color": get_theme(theme).text, "width": 2}}  # fmt: skip
+
+
+def plot_memory_breakdown(
+    plan: MemoryPlan | None, record: RunRecord | None = None, baseline: RunRecord | None = None, theme: str = "light"
+) -> go.Figure:
+    """Info step and drawing step in one."""
+    return draw_memory_breakdown(get_memory_breakdown_info(plan, record, baseline), theme)
+
+
+def part_errors(info: MemoryBreakdownInfo) -> tuple[tuple[str, int, int], ...]:
+    """(part, predicted bytes, measured bytes) of every part where both views exist; empty before a run."""
+    predicted, measured = info.bar("predicted"), info.bar("measured")
+    if predicted is None or measured is None:
+        return ()
+    got = dict(measured.parts)
+    return tuple((part, size, got[part]) for part, size in predicted.parts)
+
+
+def caption(info: MemoryBreakdownInfo) -> str:
+    """What the bar says: the largest part, what is left, and how far prediction and measurement are apart."""
+    predicted = info.bar("predicted")
+    if predicted is None:
+        return "No plan yet."
+    parts = dict(predicted.parts)
+    largest = max((part for part in PARTS if part != "free"), key=lambda part: parts[part])
+    total = predicted.total_bytes
+    text = (
+        f"{PART_TITLES[largest][0].upper()}{PART_TITLES[largest][1:]} takes most of {fmt.memory(total)}: "
+        f"{fmt.memory_with_share(parts[largest], total)}"
+    )
+    left = "overrun by" if parts["free"] < 0 else "left free:"
+    text += f"; {left} {fmt.memory(abs(parts['free']))}."
+    errors = [row for row in part_errors(info) if row[0] != "free" and max(row[1:]) > 0.001 * total]
+    if not errors:
+        return text
+    part, want, got = max(errors, key=lambda row: abs(row[2] - row[1]))
+    return f"{text} Measured differs most from predicted in {PART_TITLES[part]}: {_error(want, got)}."
+
+
+def table(info: MemoryBreakdownInfo) -> Table:
+    """Part by part: every bar's bytes with share, and the error of the prediction."""
+    columns = ["part", *(bar.row for bar in info.bars)]
+    errors = {part: (want, got) for part, want, got in part_errors(info)}
+    if errors:
+        columns.append("measured against predicted")
+    rows = []
+    for part in PARTS if info.bars else ():
+        row = [PART_TITLES[part], *(fmt.memory_with_share(dict(bar.parts)[part], bar.total_bytes) for bar in info.bars)]
+        if errors:
+            row.append(_error(*errors[part]))
+        rows.append(row)
+    if info.bars:
+        rows.append(["total", *(fmt.memory(bar.total_bytes) for bar in info.bars), *([""] if errors else [])])
+    return make_table(columns, rows, "Memory of the card, part by part")
+
+
+def _error(predicted: int, measured: int) -> str:
+    if predicted == measured:
+        return "equal"
+    if predicted == 0:
+        return f"+{fmt.memory(measured)}"
+    sign = "+" if measured > predicted else "−"
+    return (
+        f"{sign}{fmt.share(abs(measured - predicted), abs(predicted))} ({sign}{fmt.memory(abs(measured - predicted))})"
+    )

@@ -1,0 +1,65 @@
+"""Which knob a set of runs varies, and in what order the runs stand on an axis."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from labkit.errors import UnknownNameError
+from labkit.measure.run_record import RunRecord
+from labkit.specs.engine_config import EngineConfig
+from labkit.text import nearest, plain
+
+
+@dataclass(frozen=True)
+class KnobAxis:
+    """`runs` in the order of the knob's values; `values` are those as text; `knob` is None where nothing varies."""
+
+    knob: str | None
+    title: str
+    runs: tuple[RunRecord, ...]
+    values: tuple[str, ...]
+
+
+def varied_knob(records: Sequence[RunRecord]) -> str | None:
+    """The knob with the most different values over the runs' resolved settings; None where all are equal."""
+    distinct = {
+        entry.name: len({getattr(record.config, entry.name) for record in records})
+        for entry in dataclasses.fields(EngineConfig)
+    }
+    name = max(distinct, key=lambda knob: distinct[knob])
+    return name if distinct[name] > 1 else None
+
+
+def knob_axis(records: Sequence[RunRecord], knob: str | None = None) -> KnobAxis:
+    """The runs along `knob`, by default the one that varies most; by name where none varies.
+
+    Raises:
+        UnknownNameError: `knob` is no knob.
+    """
+    known = {entry.name: entry for entry in EngineConfig.knobs()}
+    if knob is not None and knob not in known:
+        close = nearest(knob, known)
+        raise UnknownNameError(f"there is no knob {plain(knob, 80)!r}", works=close)
+    knob = knob or varied_knob(records)
+    if knob is None:
+        return KnobAxis(None, "run", tuple(records), tuple(plain(record.name, 40) for record in records))
+    runs = sorted(records, key=lambda record: _order(getattr(record.config, knob)))
+    unit = known[knob].unit
+    title = f"{knob} ({unit})" if unit else knob
+    return KnobAxis(knob, title, tuple(runs), tuple(_shown(getattr(run.config, knob)) for run in runs))
+
+
+def _order(value: object) -> tuple[int, float, str]:
+    if isinstance(value, (bool, int, float)):
+        return 0, float(value), ""
+    return 1, 0.0, str(value)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return plain(value, 40)
