@@ -224,8 +224,9 @@ class _Reader:
         embedding = self.file.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden_size:
             found = "missing" if embedding is None else f"of shape {embedding.shape}"
+            path = plain(self.file.path, 200)
             raise FileFormatError(
-                f"{plain(self.file.path, 200)}: tensor token_embd.weight is {found}, allowed is (vocabulary, {hidden_size})"
+                f"{path}: tensor token_embd.weight is {found}, allowed is (vocabulary, {hidden_size})"
             )
         return embedding.shape[0]
 
