@@ -1,0 +1,176 @@
+"""Tables of the run store and how a database is opened, checked and, when it is new, made."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import psutil
+import sqlalchemy as sa
+
+from labkit.errors import StoreError
+from labkit.text import plain
+
+SCHEMA_VERSION = 1
+BUSY_TIMEOUT_MS = 5000
+NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse", "9p", "lustre", "ceph", "gluster", "afs")
+
+metadata = sa.MetaData()
+
+meta = sa.Table(
+    "labkit_meta",
+    metadata,
+    sa.Column("key", sa.String(64), primary_key=True),
+    sa.Column("value", sa.Text, nullable=False),
+)
+
+runs = sa.Table(
+    "runs",
+    metadata,
+    sa.Column("run_id", sa.String(200), primary_key=True),
+    sa.Column("created", sa.String(64), nullable=False, index=True),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("note", sa.Text, nullable=False, default=""),
+    sa.Column("status", sa.String(16), nullable=False),
+    sa.Column("locked", sa.Boolean, nullable=False, default=False),
+    sa.Column("trashed_at", sa.Float, nullable=True),
+    sa.Column("head", sa.Text, nullable=False),
+    sa.Column("writer_host", sa.Text, nullable=False),
+    sa.Column("writer_pid", sa.Integer, nullable=False),
+    sa.Column("writer_started", sa.Float, nullable=False),
+    sa.Column("updated_at", sa.Float, nullable=False),
+)
+
+run_rows = sa.Table(
+    "run_rows",
+    metadata,
+    sa.Column("run_id", sa.String(200), sa.ForeignKey("runs.run_id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("kind", sa.String(16), primary_key=True),
+    sa.Column("batch", sa.Integer, primary_key=True),
+    sa.Column("payload", sa.Text, nullable=False),
+)
+
+
+def store_url(url: str | os.PathLike[str] | None) -> sa.URL:
+    """The SQLAlchemy URL of a store: a URL as it is, a path as SQLite, None as the user's own store.
+
+    The user's store is `runs.sqlite3` in the folder that `LABKIT_HOME` names, or else in the user's data folder.
+
+    Raises:
+        StoreError: text that looks like a URL and is none.
+    """
+    if url is None:
+        return sa.URL.create("sqlite", database=str(data_folder() / "runs.sqlite3"))
+    text = os.fspath(url)
+    if "://" not in text:
+        return sa.URL.create("sqlite", database=str(Path(text).expanduser()))
+    try:
+        return sa.make_url(text)
+    except sa.exc.ArgumentError as error:
+        raise StoreError(
+            f"{plain(text, 80)!r} is not a database URL", works="sqlite:////path/runs.sqlite3 or postgresql://…"
+        ) from error
+
+
+def data_folder() -> Path:
+    """Where labkit keeps the user's runs."""
+    import platformdirs
+
+    home = os.environ.get("LABKIT_HOME")
+    return Path(home).expanduser() if home else Path(platformdirs.user_data_dir("labkit", appauthor=False))
+
+
+def make_engine(url: sa.URL) -> sa.Engine:
+    """An engine whose SQLite connections are opened for each use and closed after it.
+
+    A closed connection cannot be carried over a fork, be shared between Jupyter's threads, or hold a lock.
+    SQLite runs with a rollback journal (its WAL mode loses pages before 3.51.3 and needs one host's shared memory),
+    full synchronisation, no memory map, and explicit transactions.
+
+    Raises:
+        StoreError: the driver of the URL is not installed.
+    """
+    try:
+        if url.get_backend_name() != "sqlite":
+            return sa.create_engine(url, pool_pre_ping=True)
+        engine = sa.create_engine(
+            url, poolclass=sa.NullPool, connect_args={"timeout": BUSY_TIMEOUT_MS / 1000, "check_same_thread": False}
+        )
+    except (ImportError, sa.exc.ArgumentError) as error:
+        raise StoreError(
+            f"cannot use {url.drivername} databases: {plain(error, 200)}", works="pip install its driver"
+        ) from error
+    sa.event.listen(engine, "connect", _on_connect)
+    sa.event.listen(engine, "begin", _on_begin)
+    return engine
+
+
+def _on_connect(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None
+    for pragma in ("foreign_keys=ON", "synchronous=FULL", f"busy_timeout={BUSY_TIMEOUT_MS}", "mmap_size=0"):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _on_begin(connection: sa.Connection) -> None:
+    writes = connection.get_execution_options().get("labkit_write", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def inspect_sqlite(path: Path) -> int | None:
+    """Schema version of the SQLite file at `path`, None where there is nothing yet; the file is not edited.
+
+    Raises:
+        StoreError: it is damaged, is another program's database, or its schema is newer than this labkit.
+    """
+    if not path.exists() or path.stat().st_size == 0:
+        return None
+    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_MS / 1000, isolation_level=None)
+    try:
+        tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type='table'")}
+        if not tables:
+            return None
+        if "labkit_meta" not in tables:
+            raise StoreError(f"{path} is another program's database; it was left as it is", works="another file")
+        rows = connection.execute("SELECT value FROM labkit_meta WHERE key='schema_version'").fetchall()
+    finally:
+        connection.close()
+    return check_version(rows[0][0] if rows else None, str(path))
+
+
+def check_version(value: str | None, where: str) -> int:
+    """The schema version `value` as a number.
+
+    Raises:
+        StoreError: it is missing, no number, or newer than this labkit.
+    """
+    try:
+        version = int(value or "")
+    except ValueError:
+        raise StoreError(
+            f"{where} does not say its schema version; it was left as it is", works="another file"
+        ) from None
+    if version > SCHEMA_VERSION:
+        raise StoreError(
+            f"{where} was written by a newer labkit; it was left as it is",
+            needed=f"schema {version}",
+            available=f"schema {SCHEMA_VERSION}",
+            works="a newer labkit, or another store",
+            knob="LABKIT_HOME",
+        )
+    return version
+
+
+def network_file_system(path: Path) -> str | None:
+    """Type of the file system at `path` where it is shared over a network, else None."""
+    path = path.absolute()
+    best = ("", "")
+    try:
+        partitions = psutil.disk_partitions(all=True)
+    except (OSError, PermissionError):
+        return None
+    for entry in partitions:
+        if path.is_relative_to(entry.mountpoint) and len(entry.mountpoint) >= len(best[0]):
+            best = (entry.mountpoint, entry.fstype)
+    return best[1] if best[1].lower().startswith(NETWORK_FILE_SYSTEMS) else None
