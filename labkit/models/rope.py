@@ -12,7 +12,9 @@ from labkit.errors import FileFormatError, UnsupportedError
 from labkit.specs.model_spec import RopeSpec
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(
+    rope: RopeSpec, head_dim: int, max_positions: int, model_positions: int
+) -> tuple[torch.Tensor, float]:
     """Angle per position of each rotated pair, float32 `[rotary_dim / 2]`, and the factor on cos and sin.
 
     Formulas as transformers' modeling_rope_utils.py has them: linear (kaiokendev), dynamic NTK (bloc97, emozilla), YaRN
@@ -23,6 +25,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tu
         rope: the variant and its numbers.
         head_dim: width of a head.
         max_positions: number of positions planned for.
+        model_positions: `ModelSpec.max_position_embeddings`.
 
     Raises:
         UnsupportedError: a variant that labkit does not have.
@@ -34,7 +37,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tu
         raise FileFormatError(f"RoPE rotates {dim} of {head_dim} values, allowed is an even number from 2 up")
     theta = rope.theta
     if rope.kind == "dynamic":
-        theta = _dynamic_theta(theta, parameters, dim, max_positions)
+        theta = _dynamic_theta(theta, parameters, dim, max(max_positions, model_positions) / model_positions)
     powers = theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     if rope.kind in ("default", "dynamic"):
         return 1.0 / powers, 1.0
@@ -47,7 +50,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tu
     if rope.kind == "yarn":
         return _yarn(powers, theta, parameters, dim)
     if rope.kind in ("longrope", "su"):
-        return _longrope(powers, parameters, dim, max_positions)
+        return _longrope(powers, parameters, dim, max_positions, model_positions)
     raise UnsupportedError(f"RoPE of kind {rope.kind!r} is not in labkit's decoder")
 
 
@@ -66,10 +69,9 @@ def _factors(parameters: Mapping[str, Any], name: str, dim: int) -> torch.Tensor
     return torch.tensor(values, dtype=torch.float32)
 
 
-def _dynamic_theta(theta: float, parameters: Mapping[str, Any], dim: int, max_positions: int) -> float:
-    original = _number(parameters, "original_max_position_embeddings", max_positions)
-    factor, length = _number(parameters, "factor"), max(max_positions, original)
-    return theta * ((factor * length / original) - (factor - 1)) ** (dim / (dim - 2))
+def _dynamic_theta(theta: float, parameters: Mapping[str, Any], dim: int, stretch: float) -> float:
+    factor = _number(parameters, "factor")
+    return theta * (factor * stretch - (factor - 1)) ** (dim / max(dim - 2, 1))
 
 
 def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
@@ -106,11 +108,11 @@ def _yarn(powers: torch.Tensor, theta: float, parameters: Mapping[str, Any], dim
 
 
 def _longrope(
-    powers: torch.Tensor, parameters: Mapping[str, Any], dim: int, max_positions: int
+    powers: torch.Tensor, parameters: Mapping[str, Any], dim: int, max_positions: int, model_positions: int
 ) -> tuple[torch.Tensor, float]:
     original = _number(parameters, "original_max_position_embeddings")
     name = "long_factor" if max_positions > original else "short_factor"
-    factor = _number(parameters, "factor", max(max_positions / original, 1.0))
+    factor = _number(parameters, "factor", max(model_positions / original, 1.0))
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return 1.0 / (_factors(parameters, name, dim) * powers), _number(parameters, "attention_factor", default)
 
@@ -122,13 +124,20 @@ class RotaryTable:
         rope: the variant.
         head_dim: width of a head.
         max_positions: rows of the table.
+        model_positions: `ModelSpec.max_position_embeddings`.
         dtype, device: of Q and K.
     """
 
     def __init__(
-        self, rope: RopeSpec, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        rope: RopeSpec,
+        head_dim: int,
+        max_positions: int,
+        model_positions: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
-        frequencies, factor = inverse_frequencies(rope, head_dim, max_positions)
+        frequencies, factor = inverse_frequencies(rope, head_dim, max_positions, model_positions)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * factor, angles.sin() * factor
         self.rotary_dim = 2 * frequencies.shape[0]

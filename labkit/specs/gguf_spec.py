@@ -91,6 +91,7 @@ class _Reader:
             attention_bias="blk.0.attn_output.bias" in file.tensors,
             mlp_bias="blk.0.ffn_down.bias" in file.tensors,
             qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+            norms_per_layer=4 if self.is_gemma else 2,
             sandwich_norms=self.is_gemma,
             norm_offset=self.is_gemma,
             scale_embeddings=self.is_gemma,

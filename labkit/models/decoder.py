@@ -1,0 +1,293 @@
+"""The decoder network of every family that `ModelSpec` can describe and labkit runs: Llama to Gemma 3, dense."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from labkit.errors import UnsupportedError
+from labkit.models.attention import AttentionBackend
+from labkit.models.moe import MoeWeights, route_tokens
+from labkit.models.rope import RotaryTable
+from labkit.specs.model_spec import ModelSpec, RopeSpec
+
+# Longest rotary table made before `reserve_positions` asks for more.
+_FIRST_POSITIONS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Weights of one layer; matrices as `F.linear` takes them, `[out, in]`.
+
+    Attributes:
+        qkv: Q, K and V rows of this rank, in this order; `qkv_bias` beside it.
+        gate_up: gate rows, then up rows (only up rows without a gate); None in a MoE layer.
+        head_norm: norm weights of Q and K heads, `[num_heads + num_kv_heads, head_dim]`.
+        attention_norm, mlp_norm: before attention and MLP.
+        after_attention_norm, after_mlp_norm: after them, in models with sandwich norms.
+    """
+
+    qkv: torch.Tensor
+    output: torch.Tensor
+    attention_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+    qkv_bias: torch.Tensor | None = None
+    output_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    head_norm: torch.Tensor | None = None
+    after_attention_norm: torch.Tensor | None = None
+    after_mlp_norm: torch.Tensor | None = None
+    moe: MoeWeights | None = None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor of the layer."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, MoeWeights):
+                yield from value.tensors()
+            elif value is not None:
+                yield value
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """Weights of one rank. `head` is the same tensor as `embedding` where they are tied."""
+
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    head: torch.Tensor
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor once."""
+        yield self.embedding
+        if self.head is not self.embedding:
+            yield self.head
+        yield self.final_norm
+        for layer in self.layers:
+            yield from layer.tensors()
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerPlan:
+    """What `forward` needs to know of a layer, worked out once."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    table: RotaryTable | None
+
+
+class Decoder:
+    """A decoder in evaluation mode on flat tokens; attention is the caller's.
+
+    Args:
+        spec: the model. Its head counts are of the whole model, also under tensor parallelism.
+        weights: of this rank.
+        tp_size: ranks that share each layer.
+        all_reduce: sums a tensor over the ranks in place or anew; needed when `tp_size` is above 1.
+
+    Raises:
+        UnsupportedError: the spec has something that this network lacks; the message says what.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        *,
+        tp_size: int = 1,
+        all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        check_supported(spec)
+        self.spec = spec
+        self.weights = weights
+        self.tp_size = tp_size
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        self._all_reduce = all_reduce
+        self._activation = activation(spec.hidden_act)
+        scale = torch.tensor(spec.hidden_size**0.5 if spec.scale_embeddings else 1.0, dtype=self.dtype)
+        self._embedding_scale = float(scale)
+        self._plans: tuple[_LayerPlan, ...] = ()
+        self._tables: tuple[RotaryTable, ...] = ()
+        self.max_positions = 0
+        self.reserve_positions(min(spec.max_position_embeddings, _FIRST_POSITIONS))
+
+    def reserve_positions(self, max_positions: int) -> None:
+        """Make the rotary tables long enough for positions 0 to `max_positions - 1`; longer ones stay as they are."""
+        if max_positions <= self.max_positions:
+            return
+        tables: dict[tuple[RopeSpec, int], RotaryTable] = {}
+        plans = []
+        for layer in self.spec.layers:
+            table = None
+            if layer.uses_rope:
+                key = (_layer_rope(self.spec, layer.kind == "sliding", layer.rope_theta), layer.head_dim)
+                if key not in tables:
+                    tables[key] = RotaryTable(
+                        *key, max_positions, self.spec.max_position_embeddings, self.dtype, self.device
+                    )
+                table = tables[key]
+            kv_heads = max(1, layer.num_kv_heads // self.tp_size)
+            heads = layer.num_heads // self.tp_size
+            plans.append(_LayerPlan(heads, kv_heads, layer.head_dim, layer.v_head_dim or layer.head_dim, table))
+        self._plans, self._tables, self.max_positions = tuple(plans), tuple(tables.values()), max_positions
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights, tied embeddings once, rotary tables not included."""
+        return sum(tensor.nbytes for tensor in self.weights.tensors())
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the rotary tables."""
+        return sum(table.cos.nbytes + table.sin.nbytes for table in self._tables)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """Hidden states after the final norm, `[T, hidden_size]`.
+
+        Args:
+            token_ids: int64 `[T]`, the tokens of all sequences of the step one after the other.
+            positions: int64 `[T]`, below `max_positions`.
+            attention: mixes the tokens within their sequences.
+        """
+        hidden = F.embedding(token_ids, self.weights.embedding)
+        if self._embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
+        rows = {id(table): table.rows(positions) for table in self._tables}
+        for index, (layer, plan) in enumerate(zip(self.weights.layers, self._plans, strict=True)):
+            rotation = rows[id(plan.table)] if plan.table is not None else None
+            hidden = self._layer(index, layer, plan, hidden, rotation, attention)
+        return self._norm(hidden, self.weights.final_norm)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of `hidden` (`[rows, hidden_size]`, from `forward`): float32 `[rows, vocab_size]`."""
+        logits = F.linear(hidden, self.weights.head).float()
+        cap = self.spec.final_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _layer(
+        self,
+        index: int,
+        layer: LayerWeights,
+        plan: _LayerPlan,
+        hidden: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        mixed = self._attend(index, layer, plan, self._norm(hidden, layer.attention_norm), rotation, attention)
+        if layer.after_attention_norm is not None:
+            mixed = self._norm(mixed, layer.after_attention_norm)
+        hidden = mixed.add_(hidden)
+        inner = self._norm(hidden, layer.mlp_norm)
+        out = self._mlp(layer, inner) if layer.moe is None else route_tokens(inner, layer.moe, self._activation)
+        if self._all_reduce is not None:
+            out = self._all_reduce(out)
+        if layer.after_mlp_norm is not None:
+            out = self._norm(out, layer.after_mlp_norm)
+        return out.add_(hidden)
+
+    def _attend(
+        self,
+        index: int,
+        layer: LayerWeights,
+        plan: _LayerPlan,
+        inner: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        num_tokens, num_heads, num_qk = inner.shape[0], plan.num_heads, plan.num_heads + plan.num_kv_heads
+        qkv = F.linear(inner, layer.qkv, layer.qkv_bias)
+        qk = qkv[:, : num_qk * plan.head_dim].view(num_tokens, num_qk, plan.head_dim)
+        v = qkv[:, num_qk * plan.head_dim :].view(num_tokens, plan.num_kv_heads, plan.v_head_dim)
+        if layer.head_norm is not None:
+            qk = self._norm(qk, None, layer.head_norm)
+        if plan.table is not None and rotation is not None:
+            qk = plan.table.rotate(qk, rotation)
+        mixed = attention.attend(index, qk[:, :num_heads], qk[:, num_heads:], v)
+        out = F.linear(mixed.view(num_tokens, num_heads * plan.v_head_dim), layer.output, layer.output_bias)
+        return out if self._all_reduce is None else self._all_reduce(out)
+
+    def _mlp(self, layer: LayerWeights, inner: torch.Tensor) -> torch.Tensor:
+        wide = F.linear(inner, layer.gate_up, layer.gate_up_bias)  # type: ignore[arg-type]
+        if self.spec.gated_mlp:
+            gate, up = wide.chunk(2, dim=-1)
+            wide = self._activation(gate).mul_(up)
+        else:
+            wide = self._activation(wide)
+        return F.linear(wide, layer.down, layer.down_bias)  # type: ignore[arg-type]
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """RMS norm over the last axis; Gemma's weights are kept as float32 `1 + weight`, so it works in float32."""
+        if not self.spec.norm_offset:
+            x = F.rms_norm(x, x.shape[-1:], weight, self.spec.rms_norm_eps)
+            return x if scale is None else x.mul_(scale)
+        normed = F.rms_norm(x.float(), x.shape[-1:], weight, self.spec.rms_norm_eps)
+        return (normed if scale is None else normed.mul_(scale)).to(x.dtype)
+
+
+def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function that config.json calls `name`.
+
+    Raises:
+        UnsupportedError: a function that labkit does not have.
+    """
+    if name in ("silu", "swish"):
+        return F.silu
+    if name in ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"):
+        return _gelu_tanh
+    if name == "gelu":
+        return F.gelu
+    if name == "relu":
+        return F.relu
+    raise UnsupportedError(f"activation {name!r} is not in labkit's decoder", works="silu, gelu, gelu_pytorch_tanh")
+
+
+def check_supported(spec: ModelSpec) -> None:
+    """Say what of `spec` this network lacks.
+
+    Raises:
+        UnsupportedError: with all of it in one message.
+    """
+    kinds = {layer.kind for layer in spec.layers} - {"full", "sliding", "chunked", "encoder"}
+    lacks = [f"{kind} layers" for kind in sorted(kinds)]
+    lacks += ["a state mixer beside attention"] if any(layer.state is not None for layer in spec.layers) else []
+    lacks += ["layers that share KV"] if any(layer.shares_kv_with is not None for layer in spec.layers) else []
+    lacks += ["one projection for K and V"] if any(layer.shares_key_value for layer in spec.layers) else []
+    lacks += ["sparse attention"] if any(layer.index_num_heads for layer in spec.layers) else []
+    lacks += [f"{spec.norm} norms"] if spec.norm != "rms" else []
+    lacks += ["attention sinks"] if spec.attention_sinks else []
+    lacks += ["a gate on attention's output"] if spec.output_gate else []
+    lacks += ["a norm across all heads"] if spec.qk_norm_full_width else []
+    lacks += ["a bias of the output head"] if spec.head_bias else []
+    lacks += [] if spec.norms_per_layer == (4 if spec.sandwich_norms else 2) else ["its order of norms"]
+    lacks += [] if spec.final_norm else ["a missing final norm"]
+    moe = spec.moe
+    if moe is not None and (moe.shared_intermediate_size or moe.router_bias or moe.expert_bias or moe.dense_beside):
+        lacks.append("shared or biased experts")
+    if lacks:
+        raise UnsupportedError(
+            f"labkit's decoder does not run {spec.model_type}: it lacks {', '.join(lacks)}; its memory can be planned",
+            works="Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 2, Gemma 3",
+        )
+
+
+def _layer_rope(spec: ModelSpec, is_sliding: bool, theta: float | None) -> RopeSpec:
+    if is_sliding and spec.rope_local is not None:
+        return spec.rope_local
+    return spec.rope if theta is None else dataclasses.replace(spec.rope, theta=theta)
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
