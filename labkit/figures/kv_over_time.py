@@ -124,8 +124,8 @@ def caption(info: KvOverTimeInfo) -> str:
     sent_back = sum(entry[2] for entry in info.preemptions)
     stored = max(info.stored.y)
     text = (
-        f"At its fullest, {fmt.duration(at)} into the run, requests hold {fmt.memory_with_share(reserved, info.pool_bytes)} "
-        f"of the pool; at most {fmt.memory(stored)} held tokens; "
+        f"At its fullest, {fmt.duration(at)} into the run, requests hold "
+        f"{fmt.memory_with_share(reserved, info.pool_bytes)} of the pool; at most {fmt.memory(stored)} held tokens; "
     )
     text += f"{fmt.count(sent_back)} preemptions." if sent_back else "no request was sent back."
     return f"{text} {info.reserved.notice.capitalize()}." if info.reserved.notice else text

@@ -14,6 +14,7 @@ from labkit.figures.runs import knob_axis
 from labkit.figures.tables import Table, make_table
 from labkit.measure.run_record import RunRecord
 from labkit.measure.summary import Percentiles, summarize
+from labkit.text import plain
 
 METRICS = {"ttft_s": "time to first token", "inter_token_s": "between tokens", "e2e_s": "end to end"}
 LEVELS = ("p50", "p95", "p99")
@@ -106,12 +107,12 @@ def caption(info: LatencyInfo) -> str:
         return "No run has given two tokens of one request yet, so there is no latency to show."
     best = min(timed, key=lambda point: point.inter_token_s.p95)
     text = (
-        f"Lowest p95 between tokens: {fmt.duration(best.inter_token_s.p95)} with {best.name}, where the first token "
-        f"takes {fmt.duration(best.ttft_s.p50)} at p50 and {fmt.duration(best.ttft_s.p95)} at p95."
+        f"Lowest p95 between tokens: {fmt.duration(best.inter_token_s.p95)} with {plain(best.name, 40)}, where the first "
+        f"token takes {fmt.duration(best.ttft_s.p50)} at p50 and {fmt.duration(best.ttft_s.p95)} at p95."
     )
     worst = max(timed, key=lambda point: point.inter_token_s.p95)
     if worst is not best:
-        text += f" Highest: {fmt.duration(worst.inter_token_s.p95)} with {worst.name}."
+        text += f" Highest: {fmt.duration(worst.inter_token_s.p95)} with {plain(worst.name, 40)}."
     return text + _without(info.num_without)
 
 

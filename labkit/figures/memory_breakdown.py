@@ -107,7 +107,7 @@ def _trace(info: MemoryBreakdownInfo, part: str, divisor: float, theme: str) -> 
         y=[bar.row for bar in info.bars],
         x=[size / divisor for size in sizes],
         marker={"color": fill, "line": {"color": get_theme(theme).page if part != "free" else OUTLINE, "width": 1},
-                "pattern": {"shape": patterns, "fgcolor": text_on(fill), "fgopacity": 0.28, "size": 7,
+                "pattern": {"shape": patterns, "fillmode": "overlay", "fgcolor": text_on(fill), "fgopacity": 0.28, "size": 7,
                             "solidity": 0.12}},
         text=[_inside(part, size, info.scale_bytes) for size in sizes],
         textposition="inside",
@@ -175,7 +175,7 @@ def caption(info: MemoryBreakdownInfo) -> str:
     largest = max((part for part in PARTS if part != "free"), key=lambda part: parts[part])
     total = predicted.total_bytes
     text = (
-        f"{PART_TITLES[largest][0].upper()}{PART_TITLES[largest][1:]} takes most of {fmt.memory(total)}: "
+        f"The largest part of {fmt.memory(total)} is {PART_TITLES[largest]}: "
         f"{fmt.memory_with_share(parts[largest], total)}"
     )
     left = "overrun by" if parts["free"] < 0 else "left free:"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -39,7 +40,7 @@ def thin(x: Sequence[float], y: Sequence[float], limit: int = MAX_POINTS) -> Thi
     values = np.asarray([np.nan if value is None else value for value in y], dtype=float)
     edges = np.linspace(1, len(values) - 1, (limit - 2) // 2 + 1).astype(int)
     keep = {0, len(values) - 1}
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges):
         part = values[start:stop]
         if np.isnan(part).all():
             keep.add(int(start))

@@ -14,6 +14,7 @@ from labkit.figures.runs import knob_axis
 from labkit.figures.tables import Table, make_table
 from labkit.measure.run_record import RunRecord
 from labkit.measure.summary import summarize
+from labkit.text import plain
 
 METRICS = {"output_tokens_per_s": ("output tokens", "tok/s"), "requests_per_s": ("finished requests", "req/s")}
 
@@ -100,9 +101,10 @@ def caption(info: ThroughputInfo) -> str:
         return "No run has given a token yet, so there is no throughput to show."
     best = max(info.points, key=lambda point: point.output_tokens_per_s)
     worst = min(info.points, key=lambda point: point.output_tokens_per_s)
-    text = f"Most output: {fmt.rate(best.output_tokens_per_s)} ({best.origin}) with {best.name}"
+    text = f"Most output: {fmt.rate(best.output_tokens_per_s)} ({best.origin}) with {plain(best.name, 40)}"
     if worst is not best:
-        text += f", {fmt.change(worst.output_tokens_per_s, best.output_tokens_per_s, 'tok/s')} against {worst.name}"
+        gain = fmt.change(worst.output_tokens_per_s, best.output_tokens_per_s, "tok/s")
+        text += f", {gain} against {plain(worst.name, 40)}"
     missing = f" {info.num_without} without a token not shown." if info.num_without else ""
     return f"{text}.{missing}"
 

@@ -78,7 +78,7 @@ def sample_steps(num_steps: int, plan: MemoryPlan, seed: int = 0) -> tuple[StepR
     rows, blocks = [], max(plan.num_gpu_blocks, 1)
     for index in range(num_steps):
         phase = index / max(num_steps - 1, 1)
-        used = min(blocks, int(blocks * min(1.0, 1.6 * phase, 1.7 * (1 - phase))))
+        used = min(blocks, int(blocks * min(1.0, 2.2 * phase, 2.4 * (1 - phase))))
         running = max(1, int(24 * used / blocks))
         prefill = 96 if index % 7 == 0 else 0
         rows.append(
@@ -105,8 +105,9 @@ def sample_requests(num_requests: int, seed: int = 0, slowness: float = 1.0) -> 
         for gap in gaps:
             times.append(times[-1] + gap)
         rows.append(
-            RequestRow(index, arrival, first, times[-1], random_.randint(16, 900), output, num_cached_tokens=16 * (index % 3),
-                       num_preemptions=int(index % 11 == 10), finish_reason="length", token_times_s=tuple(times))
+            RequestRow(index, arrival, first, times[-1], random_.randint(16, 900), output,
+                       num_cached_tokens=16 * (index % 3), num_preemptions=int(index % 11 == 10),
+                       finish_reason="length", token_times_s=tuple(times))
         )  # fmt: skip
     return tuple(rows)
 
@@ -142,7 +143,8 @@ def sample_record(
         measured=sample_measured(plan) if status == "finished" else None,
         counters=Counters("simulated (LRU set model, kernel order)", plan.gpu.name, 0.412, 3.2e9, 180.5e9, 0.0177),
         block_map=sample_block_map(min(plan.num_gpu_blocks, 600)) if num_steps else (),
-        duration_s=max([row.finish_s for row in requests] + [row.start_s + row.duration_s for row in steps], default=0.0),
+        duration_s=max([row.finish_s for row in requests] + [row.start_s + row.duration_s for row in steps],
+                       default=0.0),
         versions={"labkit": "0.1.0", "torch": "2.13.0", "machine": "2 cores"},
     )  # fmt: skip
     return dataclasses.replace(record, **changes)

@@ -1,0 +1,130 @@
+"""L2 hit rate of each run, never without the bandwidth beside it and the method that gave it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from labkit import format as fmt
+from labkit.figures.frame import empty, panels
+from labkit.figures.palette import BASELINE, get_theme, label
+from labkit.figures.tables import Table, make_table
+from labkit.measure.run_record import RunRecord
+from labkit.text import plain
+
+
+@dataclass(frozen=True)
+class L2Bar:
+    """One run's counters; `method` begins with "measured" or "simulated"."""
+
+    run_id: str
+    name: str
+    method: str
+    card: str
+    l2_hit_rate: float
+    dram_bytes_per_s: float
+
+    @property
+    def is_measured(self) -> bool:
+        """Counters of the card, not of a model of it."""
+        return self.method.startswith("measured")
+
+
+@dataclass(frozen=True)
+class L2Info:
+    """Bars in the order of the runs; `peak_bytes_per_s` is the data sheet's bandwidth where it is known and common."""
+
+    bars: tuple[L2Bar, ...]
+    peak_bytes_per_s: float | None = None
+
+
+def get_l2_info(records: Sequence[RunRecord]) -> L2Info:
+    """The counters of every run that has them."""
+    bars = tuple(
+        L2Bar(record.run_id, record.name, record.counters.method, record.counters.card, record.counters.l2_hit_rate,
+              record.counters.dram_bytes_per_s)
+        for record in records
+        if record.counters is not None
+    )  # fmt: skip
+    peaks = {record.gpu.mem_bandwidth_bytes_per_s for record in records
+             if record.counters is not None and record.counters.card == record.gpu.name}  # fmt: skip
+    return L2Info(bars, peaks.pop() if len(peaks) == 1 else None)
+
+
+def draw_l2(info: L2Info, theme: str = "light") -> go.Figure:
+    """Hit rate and DRAM bandwidth side by side; simulated bars are dotted, measured ones solid."""
+    if not info.bars:
+        return empty(theme, "no cache counters: a run on a card, or a simulated one, gives them")
+    style, colors = get_theme(theme).lines[0], get_theme(theme)
+    figure = panels(theme, ("L2 hit rate", "DRAM reads"), rows=1, cols=2, horizontal_spacing=0.12)
+    divisor, unit = (1e12, "TB/s") if max(bar.dram_bytes_per_s for bar in info.bars) >= 1e12 else (1e9, "GB/s")
+    names = [f"{label(bar.name, 24)}<br>{bar.method.split(' ')[0]}" for bar in info.bars]
+    pattern = {
+        "shape": ["" if bar.is_measured else "." for bar in info.bars],
+        "fgcolor": "#ffffff",
+        "size": 6,
+        "fillmode": "overlay",
+    }
+    common = {
+        "x": names,
+        "marker": {"color": style.color, "pattern": pattern, "line": {"color": colors.text, "width": 1}},
+        "customdata": [bar.run_id for bar in info.bars],
+        "hovertext": [_hover(bar) for bar in info.bars],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "textposition": "outside",
+        "cliponaxis": False,
+    }
+    rates = [100 * bar.l2_hit_rate for bar in info.bars]
+    figure.add_trace(go.Bar(y=rates, text=[fmt.share(rate, 100) for rate in rates], **common), row=1, col=1)
+    figure.add_trace(
+        go.Bar(y=[bar.dram_bytes_per_s / divisor for bar in info.bars],
+               text=[fmt.bandwidth(bar.dram_bytes_per_s) for bar in info.bars], **common),
+        row=1, col=2,
+    )  # fmt: skip
+    if info.peak_bytes_per_s:
+        figure.add_hline(y=info.peak_bytes_per_s / divisor, line={"color": BASELINE, "dash": "dash"}, row=1, col=2,
+                         annotation={"text": f"data sheet {fmt.bandwidth(info.peak_bytes_per_s)}",
+                                     "font": {"color": colors.muted}})  # fmt: skip
+    figure.update_yaxes(title_text="%", range=[0, 108], row=1, col=1)
+    figure.update_yaxes(title_text=unit, rangemode="tozero", row=1, col=2)
+    figure.update_layout(showlegend=False, bargap=0.5)
+    return figure
+
+
+def _hover(bar: L2Bar) -> str:
+    return (
+        f"<b>{label(bar.name)}</b><br>L2 hit rate {fmt.share(bar.l2_hit_rate, 1)} at "
+        f"{fmt.bandwidth(bar.dram_bytes_per_s)}<br>{label(bar.method, 120)}<br>{label(bar.card)}"
+    )
+
+
+def plot_l2(records: Sequence[RunRecord], theme: str = "light") -> go.Figure:
+    """Info step and drawing step in one."""
+    return draw_l2(get_l2_info(records), theme)
+
+
+def caption(info: L2Info) -> str:
+    """Highest hit rate with its bandwidth and method."""
+    if not info.bars:
+        return "No run has cache counters yet."
+    best = max(info.bars, key=lambda bar: bar.l2_hit_rate)
+    text = (
+        f"Highest L2 hit rate: {fmt.share(best.l2_hit_rate, 1)} at {fmt.bandwidth(best.dram_bytes_per_s)} from DRAM "
+        f"with {plain(best.name, 40)}; {plain(best.method, 80)}, {plain(best.card, 40)}."
+    )
+    if info.peak_bytes_per_s:
+        text += (
+            f" DRAM reads are {fmt.share(best.dram_bytes_per_s, info.peak_bytes_per_s)} of the data sheet's bandwidth."
+        )
+    return text
+
+
+def table(info: L2Info) -> Table:
+    """One row a run."""
+    rows = [
+        [bar.name, fmt.share(bar.l2_hit_rate, 1), fmt.bandwidth(bar.dram_bytes_per_s), bar.method, bar.card]
+        for bar in info.bars
+    ]
+    return make_table(["run", "L2 hit rate", "DRAM reads", "method", "card"], rows, "Cache and DRAM")

@@ -1,0 +1,123 @@
+"""A run while it runs: output tokens a second, running and waiting requests, KV use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import plotly.graph_objects as go
+
+from labkit import format as fmt
+from labkit.figures.frame import empty, panels
+from labkit.figures.palette import get_theme
+from labkit.figures.thinning import MAX_POINTS, Thinned, thin
+
+WINDOW_S = 1.0
+
+
+class LiveSeries:
+    """A growing series that holds at most `limit` points, whatever its length; its extremes survive."""
+
+    def __init__(self, limit: int = MAX_POINTS) -> None:
+        self._limit, self._x, self._y, self._count = limit, [], [], 0  # type: ignore[var-annotated]
+
+    def add(self, x: float, y: float) -> None:
+        """Append one point; at the limit the older points are thinned to half."""
+        self._x.append(x)
+        self._y.append(y)
+        self._count += 1
+        if len(self._x) > self._limit:
+            thinned = thin(self._x, self._y, self._limit // 2)
+            self._x, self._y = list(thinned.x), list(thinned.y)
+
+    def now(self) -> Thinned:
+        """The series as it is drawn."""
+        return Thinned(tuple(self._x), tuple(self._y), self._count)
+
+
+@dataclass(frozen=True)
+class LiveInfo:
+    """What a running run shows; shares in 0 to 1, times in seconds from the start of the run."""
+
+    tokens_per_s: Thinned
+    running: Thinned
+    waiting: Thinned
+    kv_share: Thinned
+
+    def last(self, name: str) -> float | None:
+        """The newest value of a series, None before the first step."""
+        series: Thinned = getattr(self, name)
+        return series.y[-1] if series.y else None
+
+
+@dataclass
+class LiveRun:
+    """Collects step events; `info()` is what to draw. Cost and size do not grow with the length of the run."""
+
+    num_blocks: int
+    limit: int = MAX_POINTS
+    _series: dict[str, LiveSeries] = field(default_factory=dict)
+    _window: list[tuple[float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._series = {name: LiveSeries(self.limit) for name in ("tokens_per_s", "running", "waiting", "kv_share")}
+
+    def add(self, step: Mapping[str, Any]) -> None:
+        """One step event with the fields of `StepRow`; the rate is over the last second of steps."""
+        start, duration = float(step["start_s"]), float(step["duration_s"])
+        end = start + duration
+        self._window.append((end, float(step["num_decode_tokens"])))
+        while len(self._window) > 1 and self._window[0][0] < end - WINDOW_S:
+            self._window.pop(0)
+        span = end - self._window[0][0] if len(self._window) > 1 else duration
+        tokens = sum(entry[1] for entry in self._window[1:] or self._window)
+        self._series["tokens_per_s"].add(end, tokens / span if span > 0 else 0.0)
+        self._series["running"].add(end, step["num_running"])
+        self._series["waiting"].add(end, step["num_waiting"])
+        self._series["kv_share"].add(end, step["num_blocks_used"] / self.num_blocks if self.num_blocks else 0.0)
+
+    def info(self) -> LiveInfo:
+        """The picture so far."""
+        return LiveInfo(**{name: series.now() for name, series in self._series.items()})
+
+
+def draw_live(info: LiveInfo, theme: str = "light") -> go.Figure:
+    """Three plots on one time axis."""
+    if not info.running.x:
+        return empty(theme, "press Run: tokens a second, requests and KV use appear here while the run goes on", 360)
+    figure = panels(theme, (), rows=3, cols=1, height=360, shared_xaxes=True, vertical_spacing=0.05)
+    first, second, third = get_theme(theme).lines[:3]
+    series = (("output tok/s", "tokens_per_s", first, 1, 1), ("running", "running", first, 2, 1),
+              ("waiting", "waiting", second, 2, 1), ("KV use", "kv_share", third, 3, 100))  # fmt: skip
+    for title, name, style, row, scale in series:
+        points: Thinned = getattr(info, name)
+        figure.add_trace(
+            go.Scatter(
+                name=title,
+                mode="lines",
+                x=points.x,
+                y=[scale * value for value in points.y],
+                line={"color": style.color, "dash": style.dash, "width": 2},
+                hovertemplate="%{x:.2f} s: %{y:,.3~r}<extra>" + title + "</extra>",
+            ),
+            row=row,
+            col=1,
+        )
+    for row, title in enumerate(("output tok/s", "requests", "KV use (%)"), start=1):
+        figure.update_yaxes(title_text=title, rangemode="tozero", row=row, col=1)
+    figure.update_yaxes(range=[0, 104], row=3, col=1)
+    figure.update_xaxes(title_text="time (s)", row=3, col=1)
+    figure.update_layout(margin={"t": 36})
+    return figure
+
+
+def caption(info: LiveInfo) -> str:
+    """The newest values in words."""
+    if not info.running.x:
+        return "No step yet."
+    notice = f" {info.running.notice.capitalize()}." if info.running.notice else ""
+    return (
+        f"{fmt.rate(info.last('tokens_per_s'))} of output, {fmt.count(info.last('running'))} running, "
+        f"{fmt.count(info.last('waiting'))} waiting, KV {fmt.share(info.last('kv_share'), 1)}.{notice}"
+    )

@@ -1,0 +1,152 @@
+"""Throughput against latency: each run a point, the runs that no other beats in both joined by a line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from labkit import format as fmt
+from labkit.figures.frame import empty, frame
+from labkit.figures.palette import BASELINE, get_theme, label
+from labkit.figures.tables import Table, make_table
+from labkit.measure.run_record import RunRecord
+from labkit.measure.summary import summarize
+from labkit.text import plain
+
+LATENCIES = {
+    "inter_token_s": "p95 between tokens",
+    "ttft_s": "p95 time to first token",
+    "e2e_s": "p95 end to end",
+}
+
+
+@dataclass(frozen=True)
+class ParetoPoint:
+    """One run: `latency_s` and rate, and whether no other run is better in one and not worse in the other."""
+
+    run_id: str
+    name: str
+    latency_s: float
+    output_tokens_per_s: float
+    on_front: bool
+
+
+@dataclass(frozen=True)
+class ParetoInfo:
+    """Points by rising latency; `baseline_id` is drawn apart; runs without both numbers are only counted."""
+
+    latency: str
+    points: tuple[ParetoPoint, ...]
+    baseline_id: str | None = None
+    num_without: int = 0
+
+
+def get_pareto_info(
+    records: Sequence[RunRecord], latency: str = "inter_token_s", baseline: RunRecord | None = None
+) -> ParetoInfo:
+    """The runs by p95 of `latency` (one of `LATENCIES`) and output rate."""
+    found = []
+    for record in records:
+        numbers = summarize(record)
+        times = getattr(numbers, latency)
+        if times is not None and numbers.output_tokens_per_s:
+            found.append((record.run_id, record.name, times.p95, numbers.output_tokens_per_s))
+    points = tuple(ParetoPoint(*row, on_front=not _beaten(row, found)) for row in sorted(found, key=lambda row: row[2]))
+    return ParetoInfo(latency, points, baseline.run_id if baseline else None, len(records) - len(points))
+
+
+def _beaten(row: tuple, others: list[tuple]) -> bool:
+    return any(
+        other[2] <= row[2] and other[3] >= row[3] and (other[2] < row[2] or other[3] > row[3]) for other in others
+    )
+
+
+def draw_pareto(info: ParetoInfo, theme: str = "light") -> go.Figure:
+    """Latency to the right, throughput up: better is left and up; beaten runs stay as outlines."""
+    if not info.points:
+        return empty(theme, "no point yet: no run has both a throughput and a latency")
+    colors, figure = get_theme(theme), frame(theme, 360)
+    front = [point for point in info.points if point.on_front]
+    beaten = [point for point in info.points if not point.on_front]
+    first, second = colors.lines[:2]
+    figure.add_trace(
+        _points(info, front, "on the front", mode="lines+markers+text",
+                line={"color": first.color, "dash": first.dash, "width": 2},
+                marker={"symbol": first.marker, "size": 11, "color": first.color})
+    )  # fmt: skip
+    if beaten:
+        marker = {"symbol": f"{second.marker}-open", "size": 10, "color": second.color, "line": {"width": 2}}
+        figure.add_trace(_points(info, beaten, "beaten in both", mode="markers+text", marker=marker))
+    known = [point for point in info.points if point.run_id == info.baseline_id]
+    if known:
+        marker = {"symbol": "circle-open", "size": 20, "color": BASELINE, "line": {"width": 2}}
+        figure.add_trace(_points(info, known, "baseline", mode="markers", marker=marker))
+    figure.update_xaxes(title_text=f"{LATENCIES[info.latency]} (ms) · better is left", rangemode="tozero")
+    figure.update_yaxes(title_text="output tok/s · better is up", rangemode="tozero")
+    return figure
+
+
+def _points(info: ParetoInfo, points: list[ParetoPoint], name: str, **style) -> go.Scatter:
+    return go.Scatter(
+        name=name,
+        x=[1e3 * point.latency_s for point in points],
+        y=[point.output_tokens_per_s for point in points],
+        text=[label(point.name, 24) for point in points],
+        textposition="top center",
+        cliponaxis=False,
+        customdata=[point.run_id for point in points],
+        hovertext=[
+            f"<b>{label(point.name)}</b><br>{fmt.rate(point.output_tokens_per_s)}"
+            f"<br>{LATENCIES[info.latency]}: {fmt.duration(point.latency_s)}"
+            for point in points
+        ],
+        hovertemplate="%{hovertext}<extra></extra>",
+        **style,
+    )
+
+
+def plot_pareto(
+    records: Sequence[RunRecord],
+    latency: str = "inter_token_s",
+    baseline: RunRecord | None = None,
+    theme: str = "light",
+) -> go.Figure:
+    """Info step and drawing step in one."""
+    return draw_pareto(get_pareto_info(records, latency, baseline), theme)
+
+
+def caption(info: ParetoInfo) -> str:
+    """The two ends of the front."""
+    front = [point for point in info.points if point.on_front]
+    if not front:
+        return "No run has both a throughput and a latency yet."
+    fast, strong = front[0], front[-1]
+    fast_name, strong_name = plain(fast.name, 40), plain(strong.name, 40)
+    text = f"{len(front)} of {len(info.points)} {'run is' if len(info.points) == 1 else 'runs are'} on the front. "
+    if fast is strong:
+        return (
+            f"{text}{fast_name} is best in both: {fmt.rate(fast.output_tokens_per_s)} at "
+            f"{fmt.duration(fast.latency_s)} {LATENCIES[info.latency]}."
+        )
+    return (
+        f"{text}{fast_name} has the lowest {LATENCIES[info.latency]} ({fmt.duration(fast.latency_s)}), {strong_name} "
+        f"the most output ({fmt.change(fast.output_tokens_per_s, strong.output_tokens_per_s, 'tok/s')})."
+    )
+
+
+def table(info: ParetoInfo) -> Table:
+    """One row a run, by rising latency."""
+    rows = [
+        [
+            point.name,
+            fmt.duration(point.latency_s),
+            fmt.rate(point.output_tokens_per_s),
+            "yes" if point.on_front else "no",
+        ]
+        for point in info.points
+    ]
+    return make_table(
+        ["run", LATENCIES[info.latency], "output tokens", "on the front"], rows, "Throughput against latency"
+    )

@@ -1,0 +1,127 @@
+"""How the latency of a run's requests is spread: the share of requests that is at most so slow, for up to four runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from labkit import format as fmt
+from labkit.figures.frame import empty, panels
+from labkit.figures.latency import METRICS
+from labkit.figures.palette import get_theme, label
+from labkit.figures.tables import Table, make_table
+from labkit.figures.thinning import Thinned, thin
+from labkit.measure.run_record import RequestRow, RunRecord
+from labkit.measure.summary import inter_token_s, time_to_first_token_s
+
+MAX_RUNS = 4
+MAX_ROWS = 200
+
+
+@dataclass(frozen=True)
+class RequestCurves:
+    """One run: for each of `METRICS` its sorted times (s) against the share of values at most as large."""
+
+    run_id: str
+    name: str
+    curves: tuple[tuple[str, Thinned], ...]
+
+
+@dataclass(frozen=True)
+class RequestsInfo:
+    """Curves of at most `MAX_RUNS` runs, and the requests of the first one."""
+
+    runs: tuple[RequestCurves, ...]
+    rows: tuple[RequestRow, ...] = ()
+    num_runs: int = 0
+
+
+def get_requests_info(records: Sequence[RunRecord]) -> RequestsInfo:
+    """The distributions of the first `MAX_RUNS` records; the table lists the requests of the first."""
+    runs = tuple(_curves(record) for record in records[:MAX_RUNS] if time_to_first_token_s(record.requests))
+    return RequestsInfo(runs, records[0].requests if records else (), len(records))
+
+
+def _curves(record: RunRecord) -> RequestCurves:
+    values = {
+        "ttft_s": time_to_first_token_s(record.requests),
+        "inter_token_s": inter_token_s(record.requests),
+        "e2e_s": [row.finish_s - row.arrival_s for row in record.requests if row.finish_s is not None],
+    }
+    return RequestCurves(record.run_id, record.name, tuple((name, _cumulative(values[name])) for name in METRICS))
+
+
+def _cumulative(values: list[float]) -> Thinned:
+    ordered = sorted(values)
+    return thin(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))])
+
+
+def draw_requests(info: RequestsInfo, theme: str = "light") -> go.Figure:
+    """Three cumulative distributions side by side, one line a run."""
+    if not info.runs:
+        return empty(theme, "no request has given a token yet")
+    figure = panels(theme, tuple(METRICS.values()), rows=1, cols=3, horizontal_spacing=0.07)
+    for column, metric in enumerate(METRICS, start=1):
+        longest = max((dict(run.curves)[metric].x[-1] for run in info.runs if dict(run.curves)[metric].x), default=0.0)
+        scale, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
+        for run, style in zip(info.runs, get_theme(theme).lines, strict=False):
+            curve = dict(run.curves)[metric]
+            figure.add_trace(
+                go.Scatter(
+                    name=label(run.name, 32),
+                    legendgroup=run.run_id,
+                    showlegend=column == 1,
+                    mode="lines",
+                    x=[scale * value for value in curve.x],
+                    y=[100 * share for share in curve.y],
+                    line={"color": style.color, "dash": style.dash, "width": 2, "shape": "hv"},
+                    hovertemplate=f"%{{y:.3g}} % within %{{x:.3g}} {unit}<extra></extra>",
+                ),
+                row=1,
+                col=column,
+            )
+        figure.update_xaxes(title_text=unit, rangemode="tozero", row=1, col=column)
+    figure.update_yaxes(range=[0, 101])
+    figure.update_yaxes(title_text="% of values", row=1, col=1)
+    figure.update_layout(legend={"y": 1.14})
+    return figure
+
+
+def plot_requests(records: Sequence[RunRecord], theme: str = "light") -> go.Figure:
+    """Info step and drawing step in one."""
+    return draw_requests(get_requests_info(records), theme)
+
+
+def caption(info: RequestsInfo) -> str:
+    """How many requests there are, how many finished, and how many were sent back or refused."""
+    if not info.rows:
+        return "No request was recorded."
+    finished = sum(row.finish_reason in ("length", "stop") for row in info.rows)
+    text = f"{fmt.count(finished)} of {fmt.count(len(info.rows))} requests finished"
+    refused = sum(row.finish_reason.startswith("refused") for row in info.rows)
+    preempted = sum(row.num_preemptions > 0 for row in info.rows)
+    text += f", {fmt.count(preempted)} were sent back at least once" if preempted else ", none was sent back"
+    text += f", {fmt.count(refused)} were refused." if refused else "."
+    if info.num_runs > MAX_RUNS:
+        text += f" {MAX_RUNS} of {info.num_runs} runs shown."
+    return text
+
+
+def table(info: RequestsInfo) -> Table:
+    """One row a request, the first `MAX_ROWS`."""
+    rows = [
+        [str(row.request_id), fmt.duration(row.arrival_s), _since(row.first_token_s, row), _since(row.finish_s, row),
+         fmt.count(row.input_tokens), fmt.count(row.num_cached_tokens), fmt.count(row.output_tokens),
+         fmt.count(row.num_preemptions), row.finish_reason or "not finished"]
+        for row in info.rows[:MAX_ROWS]
+    ]  # fmt: skip
+    shown = f", the first {MAX_ROWS} of {fmt.count(len(info.rows))}" if len(info.rows) > MAX_ROWS else ""
+    columns = ["request", "arrival", "first token after", "finish after", "prompt tokens", "of them cached",
+               "output tokens", "preemptions", "end"]  # fmt: skip
+    return make_table(columns, rows, f"Requests of the run{shown}")
+
+
+def _since(moment_s: float | None, row: RequestRow) -> str:
+    return fmt.duration(moment_s - row.arrival_s) if moment_s is not None else fmt.MISSING
