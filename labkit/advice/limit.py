@@ -1,0 +1,190 @@
+"""Which limit binds: from a plan alone (predicted) or from the steps of a run (measured), in words with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from labkit.format import count, memory, number, share
+from labkit.measure.run_record import RunRecord, StepRow
+from labkit.memory.records import MemoryPlan
+
+LimitName = Literal["weights", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "traffic", "unknown"]
+
+# A limit that holds requests back for less than this share of the run does not set its speed.
+HOLDS_BACK_SHARE = 0.05
+# A step within 5 % of the token budget is full: the last piece of a prompt rarely fills it exactly.
+FULL_STEP_SHARE = 0.95
+
+_TITLES: dict[LimitName, str] = {
+    "weights": "the weights bind",
+    "kv_blocks": "KV blocks bind",
+    "max_num_seqs": "max_num_seqs binds",
+    "max_num_batched_tokens": "the token budget (max_num_batched_tokens) binds",
+    "traffic": "the traffic binds, not the memory",
+    "unknown": "no limit can be named",
+}
+_KNOBS: dict[LimitName, str | None] = {
+    "weights": "quantization",
+    "kv_blocks": "kv_cache_dtype",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "traffic": None,
+    "unknown": None,
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One number that a statement rests on, ready to show: "blocks used", "412 of 412 (100 %)"."""
+
+    label: str
+    value: str
+
+
+@dataclass(frozen=True)
+class BindingLimit:
+    """The limit that sets the capacity.
+
+    Attributes:
+        name: which one; `title` says it in words.
+        sentence: the statement with its numbers, without a final period.
+        knob: the setting that moves this limit, by its vLLM name; None where no setting does.
+        evidence: the numbers, for a table.
+        basis: "predicted" from the plan, or the origin of the run: "measured" or "simulated".
+    """
+
+    name: LimitName
+    sentence: str
+    knob: str | None
+    evidence: tuple[Evidence, ...]
+    basis: str
+
+    @property
+    def title(self) -> str:
+        """The limit in a few words: "KV blocks bind"."""
+        return _TITLES[self.name]
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def binding_limit(plan: MemoryPlan, record: RunRecord | None = None) -> BindingLimit:
+    """The limit that binds, measured where `record` has steps, predicted from `plan` otherwise."""
+    if record is not None and record.steps and plan.verdict != "does not fit":
+        return _measured(plan, record)
+    if plan.verdict == "does not fit":
+        return _does_not_fit(plan)
+    return _predicted(plan)
+
+
+def tokens_per_request(plan: MemoryPlan, record: RunRecord | None = None) -> float:
+    """Tokens that a request holds at its end: mean over the run, `max_model_len` where nothing ran."""
+    lengths = [row.input_tokens + row.output_tokens for row in record.requests] if record is not None else []
+    return sum(lengths) / len(lengths) if lengths else float(plan.config.max_model_len or 1)
+
+
+def requests_at_once(plan: MemoryPlan, tokens: float) -> float:
+    """Requests of `tokens` tokens that run together: what KV holds, at most `max_num_seqs`.
+
+    At `max_model_len` this is the plan's own concurrency, which knows windows and states; below it the pool's tokens
+    are divided by the request's tokens rounded up to whole blocks.
+    """
+    block_size = plan.config.block_size
+    rounded = -(-max(tokens, 1) // block_size) * block_size
+    held = plan.max_concurrency
+    if tokens < (plan.config.max_model_len or 0):
+        held = max(held, plan.kv_cache_tokens / rounded)
+    seqs = plan.config.max_num_seqs
+    return min(held, float(seqs)) if seqs else held
+
+
+def _limit(name: LimitName, details: str, evidence: Sequence[tuple[str, str]], basis: str) -> BindingLimit:
+    rows = tuple(Evidence(label, value) for label, value in evidence)
+    return BindingLimit(name, f"{_TITLES[name]}: {details}", _KNOBS[name], rows, basis)
+
+
+def _does_not_fit(plan: MemoryPlan) -> BindingLimit:
+    breakdown = plan.breakdown
+    available = max(breakdown.kv_cache_bytes, 0)
+    needed = breakdown.kv_cache_bytes - plan.margin_bytes
+    evidence = [
+        ("weights", memory(breakdown.weights_bytes)),
+        ("left for KV", memory(available)),
+        ("one request needs", memory(needed)),
+        ("largest length that fits", f"{count(plan.max_model_len_that_fits)} tokens"),
+    ]
+    if plan.max_model_len_that_fits <= 0:
+        text = f"{memory(breakdown.weights_bytes)} of {memory(breakdown.total_bytes)} leave no room for a request"
+        return _limit("weights", text, evidence, "predicted")
+    text = (
+        f"one request of {count(plan.config.max_model_len)} tokens needs {memory(needed)} of KV and "
+        f"{memory(available)} are left; {count(plan.max_model_len_that_fits)} tokens would fit"
+    )
+    return _limit("kv_blocks", text, evidence, "predicted")
+
+
+def _predicted(plan: MemoryPlan) -> BindingLimit:
+    length, seqs = plan.config.max_model_len, plan.config.max_num_seqs
+    evidence = [
+        ("KV cache", f"{memory(plan.breakdown.kv_cache_bytes)} = {count(plan.kv_cache_tokens)} tokens"),
+        (f"requests of {count(length)} tokens", number(plan.max_concurrency)),
+        ("max_num_seqs", count(seqs)),
+    ]
+    if seqs is not None and plan.max_concurrency >= seqs:
+        text = f"KV would hold {number(plan.max_concurrency)} requests of {count(length)} tokens, {count(seqs)} may run"
+        return _limit("max_num_seqs", text, evidence, "predicted")
+    text = (
+        f"{memory(plan.breakdown.kv_cache_bytes)} of KV hold {number(plan.max_concurrency)} requests of "
+        f"{count(length)} tokens; max_num_seqs would allow {count(seqs)}"
+    )
+    return _limit("kv_blocks", text, evidence, "predicted")
+
+
+def _held_back_by(step: StepRow, plan: MemoryPlan) -> LimitName | None:
+    """What kept the waiting requests out of `step`; None when nothing waited."""
+    config = plan.config
+    if step.num_preemptions:
+        return "kv_blocks"
+    if not step.num_waiting:
+        return None
+    if config.max_num_seqs and step.num_running >= config.max_num_seqs:
+        return "max_num_seqs"
+    if config.max_num_batched_tokens and step.num_tokens >= FULL_STEP_SHARE * config.max_num_batched_tokens:
+        return "max_num_batched_tokens"
+    return "kv_blocks"
+
+
+def _measured(plan: MemoryPlan, record: RunRecord) -> BindingLimit:
+    seconds: dict[LimitName, float] = {}
+    for step in record.steps:
+        held_by = _held_back_by(step, plan)
+        if held_by is not None:
+            seconds[held_by] = seconds.get(held_by, 0.0) + step.duration_s
+    total_s = sum(step.duration_s for step in record.steps)
+    fullest = max(record.steps, key=lambda step: step.num_blocks_used)
+    preemptions = sum(row.num_preemptions for row in record.requests)
+    most_running = max(step.num_running for step in record.steps)
+    blocks = f"{count(fullest.num_blocks_used)} of {count(plan.num_gpu_blocks)}"
+    blocks_share = share(fullest.num_blocks_used, plan.num_gpu_blocks)
+    evidence = [
+        ("time with requests waiting", share(sum(seconds.values()), total_s)),
+        ("most running at once", f"{count(most_running)} of {count(plan.config.max_num_seqs)} allowed"),
+        ("most blocks in use", f"{blocks} ({blocks_share})"),
+        ("preemptions", count(preemptions)),
+    ]
+    name: LimitName = max(seconds, key=lambda key: seconds[key], default="traffic")
+    if not total_s or seconds.get(name, 0.0) < HOLDS_BACK_SHARE * total_s:
+        text = f"at most {count(most_running)} requests ran at once and {blocks} blocks were used ({blocks_share})"
+        return _limit("traffic", text, evidence, record.origin)
+    waited = share(seconds[name], total_s)
+    details: dict[str, str] = {
+        "kv_blocks": f"requests waited for {waited} of the run with {blocks} blocks in use ({blocks_share}) and "
+        f"{count(preemptions)} preemptions",
+        "max_num_seqs": f"requests waited for {waited} of the run while all {count(plan.config.max_num_seqs)} places "
+        f"were taken and no more than {blocks} blocks were used ({blocks_share})",
+        "max_num_batched_tokens": f"requests waited for {waited} of the run while each step carried its "
+        f"{count(plan.config.max_num_batched_tokens)} tokens",
+    }
+    return _limit(name, details[name], evidence, record.origin)

@@ -1,0 +1,210 @@
+"""The changes that may help, each with its reason and its risk; whether they do is decided by planning them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.advice.limit import BindingLimit
+from labkit.format import count, share
+from labkit.measure.run_record import RunRecord
+from labkit.measure.summary import summarize
+from labkit.memory.records import MemoryPlan
+
+# Highest share of the card that is proposed: what is left must hold the CUDA context and allocator slack.
+HIGHEST_UTILIZATION = 0.95
+# Smaller chunks cost more steps than their memory is worth.
+SMALLEST_TOKEN_BUDGET = 512
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One change to plan.
+
+    Attributes:
+        rule: stable name of the rule, for tests and links.
+        title: the change as an order: "Store the KV cache in fp8".
+        changes: knob → new value; Apply sets exactly these.
+        reason: why it may help, one sentence.
+        risk: what it may cost.
+    """
+
+    rule: str
+    title: str
+    changes: Mapping[str, Any]
+    reason: str
+    risk: str
+
+
+Rule = Callable[[MemoryPlan, RunRecord | None, BindingLimit], Iterator[Proposal]]
+
+
+def _fp8_kv(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    if plan.config.kv_cache_dtype not in ("auto", "float16", "bfloat16"):
+        return
+    cost = (
+        "On a CPU this saves memory, not time: values are converted at each read."
+        if plan.gpu.is_cpu
+        else "Attention reads half the bytes; backends without fp8 support refuse the flag or convert at each read."
+    )
+    yield Proposal(
+        "fp8-kv",
+        "Store the KV cache in fp8",
+        {"kv_cache_dtype": "fp8"},
+        f"One block takes fewer bytes, so the same memory holds more tokens. {cost}",
+        "Rounding of K and V changes outputs a little; check quality on your own prompts.",
+    )
+
+
+def _utilization(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    current = plan.config.gpu_memory_utilization
+    if plan.gpu.is_cpu or current >= HIGHEST_UTILIZATION or plan.config.kv_cache_memory_bytes is not None:
+        return
+    yield Proposal(
+        "utilization",
+        f"Raise gpu_memory_utilization to {HIGHEST_UTILIZATION}",
+        {"gpu_memory_utilization": HIGHEST_UTILIZATION},
+        f"All of the added {share(HIGHEST_UTILIZATION - current, 1)} of the card becomes KV cache.",
+        "Less room for other processes and for what the engine does not count; start-up fails if it is not free.",
+    )
+
+
+def _cpu_memory(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    if not plan.gpu.is_cpu:
+        return
+    doubled = plan.config.cpu_memory_gib * 2
+    yield Proposal(
+        "cpu-memory",
+        f"Raise cpu_memory_gib to {doubled:g}",
+        {"cpu_memory_gib": doubled},
+        "On a machine without a GPU this budget stands in for the card's memory.",
+        "The memory must be free on the host.",
+    )
+
+
+def _model_length(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    length = plan.config.max_model_len or 0
+    if plan.verdict == "does not fit":
+        target, reason = plan.max_model_len_that_fits, "It is the largest length of which one request fits."
+    elif record is not None and record.requests:
+        longest = max(row.input_tokens + row.output_tokens for row in record.requests)
+        target = 1 << max(longest - 1, 1).bit_length()
+        reason = f"The longest request of the run had {count(longest)} tokens."
+    else:
+        return
+    if 0 < target < length:
+        yield Proposal(
+            "model-length",
+            f"Lower max_model_len to {count(target)}",
+            {"max_model_len": target},
+            reason,
+            f"Requests of more than {count(target)} tokens are refused.",
+        )
+
+
+def _num_seqs(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    seqs = plan.config.max_num_seqs or 0
+    budget = plan.config.max_num_batched_tokens or seqs
+    if limit.name == "max_num_seqs" and seqs * 2 <= budget:
+        yield Proposal(
+            "more-seqs",
+            f"Raise max_num_seqs to {count(seqs * 2)}",
+            {"max_num_seqs": seqs * 2},
+            "All places were taken while KV blocks were free.",
+            "Each step carries more requests, so each waits longer for its next token.",
+        )
+    elif limit.name in ("kv_blocks", "weights") and seqs > 64:
+        target = max(64, seqs // 4)
+        yield Proposal(
+            "fewer-seqs",
+            f"Lower max_num_seqs to {count(target)}",
+            {"max_num_seqs": target},
+            "Logits and sampler memory grow with it (about 16 bytes × max_num_seqs × vocabulary in vLLM).",
+            f"No more than {count(target)} requests run at once.",
+        )
+
+
+def _token_budget(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    budget = plan.config.max_num_batched_tokens or 0
+    if limit.name == "max_num_batched_tokens":
+        yield Proposal(
+            "larger-token-budget",
+            f"Raise max_num_batched_tokens to {count(budget * 2)}",
+            {"max_num_batched_tokens": budget * 2},
+            "Steps were full while requests waited.",
+            "Longer steps: the gap between tokens grows while a prompt is computed; the activation peak grows.",
+        )
+    target = budget // 2
+    if limit.name in ("kv_blocks", "weights") and target >= max(SMALLEST_TOKEN_BUDGET, plan.config.max_num_seqs or 0):
+        yield Proposal(
+            "smaller-token-budget",
+            f"Lower max_num_batched_tokens to {count(target)}",
+            {"max_num_batched_tokens": target},
+            "The activation peak, and the reserve of sliding-window layers, grow with it.",
+            "Prompts are computed in more steps, so the time to first token grows.",
+        )
+
+
+def _eager(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    if plan.config.enforce_eager or plan.gpu.is_cpu or plan.breakdown.cuda_graphs_bytes <= 0:
+        return
+    yield Proposal(
+        "eager",
+        "Set enforce_eager",
+        {"enforce_eager": True},
+        "CUDA graphs keep memory of their own.",
+        "Decoding small batches becomes slower, often by a third or more; the last resort.",
+    )
+
+
+def _block_size(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    waste = summarize(record).tail_waste_share if record is not None else None
+    size = plan.config.block_size
+    if waste is None or waste < 0.1 or size <= 16:
+        return
+    yield Proposal(
+        "block-size",
+        "Lower block_size to 16",
+        {"block_size": 16},
+        f"At the fullest step {share(waste, 1)} of the reserved places held no token.",
+        "Longer block tables; some attention backends ask for larger blocks.",
+    )
+
+
+def _blocks_override(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    if plan.config.num_gpu_blocks_override is not None:
+        yield Proposal(
+            "no-override",
+            "Remove num_gpu_blocks_override",
+            {"num_gpu_blocks_override": None},
+            f"The pool is held at {count(plan.num_gpu_blocks)} blocks instead of what memory allows.",
+            "None for capacity; the pool then follows the card.",
+        )
+
+
+def _more_gpus(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    if plan.gpu.is_cpu or plan.verdict == "fits":
+        return
+    doubled = plan.config.tensor_parallel_size * 2
+    yield Proposal(
+        "tensor-parallel",
+        f"Use {doubled} GPUs (tensor_parallel_size {doubled})",
+        {"tensor_parallel_size": doubled},
+        "Weights and, up to the number of KV heads, the KV cache are divided over the cards.",
+        f"Needs {doubled} cards of the same kind and pays communication in each layer.",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    _fp8_kv,
+    _utilization,
+    _cpu_memory,
+    _model_length,
+    _num_seqs,
+    _token_budget,
+    _eager,
+    _block_size,
+    _blocks_override,
+    _more_gpus,
+)
