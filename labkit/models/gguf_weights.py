@@ -8,30 +8,36 @@ from types import MappingProxyType
 import torch
 
 from labkit.errors import UnsupportedError
-from labkit.specs.gguf import GgufFile
+from labkit.specs.gguf import GgufFile, GgufTensor
+from labkit.text import plain
 
 # Blocks decoded at a time: keeps float32 intermediates of a large tensor in cache and out of the memory peak.
 _CHUNK_ELEMENTS = 2**18
 
 
-def read_gguf_tensor(file: GgufFile, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Tensor `name` of `file`, dequantised in float32 and then rounded to `dtype`, in the shape of the table.
+def check_decodable(tensor: GgufTensor) -> None:
+    """Refuse a quantisation that labkit does not decode.
 
     Raises:
-        FileFormatError: no such tensor, or the file became shorter.
-        UnsupportedError: a quantisation that labkit does not decode.
+        UnsupportedError: names the tensor, its type and the types that work.
     """
-    tensor = file.tensors.get(name)
-    if tensor is not None and tensor.kind not in _DECODERS:
+    if tensor.kind not in _DECODERS:
         raise UnsupportedError(
-            f"tensor {name!r} is stored as {tensor.kind}, which labkit does not decode",
+            f"tensor {plain(tensor.name, 80)!r} is stored as {tensor.kind}, which labkit does not decode",
             works=f"a GGUF file with {', '.join(_DECODERS)}",
         )
-    data = torch.from_numpy(file.read(name))
+
+
+def read_gguf_tensor(file: GgufFile, name: str, out: torch.Tensor) -> None:
+    """Decode tensor `name` of `file` in float32 and round it into `out`: contiguous, CPU, of the tensor's shape.
+
+    Raises:
+        FileFormatError: the file became shorter.
+        UnsupportedError: a quantisation that labkit does not decode.
+    """
     tensor = file.tensors[name]
-    out = torch.empty(tensor.shape, dtype=dtype)
-    dequantize(data, tensor.kind, out.view(-1))
-    return out
+    check_decodable(tensor)
+    dequantize(torch.from_numpy(file.read(name)), tensor.kind, out.view(-1))
 
 
 def dequantize(data: torch.Tensor, kind: str, out: torch.Tensor) -> None:

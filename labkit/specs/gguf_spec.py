@@ -146,6 +146,8 @@ class _Reader:
         heads = self.per_layer("attention.head_count")
         kv_heads = self.per_layer("attention.head_count_kv", heads[0])
         head_dim = self.whole("attention.key_length", hidden_size // heads[0])
+        if head_dim % 2:
+            raise self.error("attention.key_length", head_dim, "an even number")
         v_head_dim = self.whole("attention.value_length", head_dim)
         for index, (count, kv_count) in enumerate(zip(heads, kv_heads, strict=True)):
             if count % kv_count:

@@ -1,0 +1,60 @@
+"""From a model's source (folder, file or hub id) to files on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from labkit.errors import FileFormatError
+from labkit.text import plain
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+# Weights, vocabularies and settings only: neither pickles nor Python files are ever fetched.
+_PATTERNS = (
+    "*.safetensors",
+    "model.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "chat_template.jinja",
+    "1_Pooling/config.json",
+    "modules.json",
+)
+
+
+def find_model_files(source: str | os.PathLike[str]) -> Path:
+    """The folder or .gguf file that `source` names; a hub id is taken from the cache, else downloaded.
+
+    Raises:
+        FileFormatError: neither a path that exists nor a hub id that is cached or reachable.
+    """
+    path = Path(source).expanduser()
+    try:
+        if path.exists():
+            return path
+    except (OSError, ValueError) as error:
+        raise FileFormatError(f"{plain(source, 200)!r} is no path: {plain(error)}") from error
+    if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
+        raise FileFormatError(f"there is no {plain(source, 200)!r}", works="a folder, a .gguf file or a hub id")
+    return _from_hub(source)
+
+
+def _from_hub(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = list(_PATTERNS)
+    try:
+        cached = Path(snapshot_download(hub_id, allow_patterns=patterns, local_files_only=True))
+        if any(cached.glob("*.safetensors")):
+            return cached
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        pass
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise FileFormatError(
+            f"model {plain(hub_id)!r} is neither a path, nor in the hub's cache, nor reachable: {plain(error, 200)}",
+            works="a folder or .gguf file, or load_format=dummy for random weights",
+        ) from error

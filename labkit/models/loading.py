@@ -1,0 +1,311 @@
+"""`load_model_weights`: from a spec and a source of weights to a `Decoder`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+
+import torch
+
+from labkit.errors import FileFormatError, OutOfRangeError
+from labkit.models.decoder import Decoder, DecoderWeights, LayerWeights, check_supported
+from labkit.models.hub import find_model_files
+from labkit.models.moe import MoeWeights
+from labkit.models.weight_sources import DummySource, GgufSource, SafetensorsSource, WeightSource
+from labkit.specs.gguf import read_gguf
+from labkit.specs.model_spec import LayerSpec, ModelSpec
+from labkit.text import nearest, plain
+
+DTYPES = MappingProxyType({"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16})
+# Prefixes under which the same decoder is stored: alone, as an embedding model, inside a multimodal model.
+_PREFIXES = ("", "model.", "language_model.", "model.language_model.")
+# Tensors that files carry beside the decoder and that labkit's network does not need.
+_IGNORED = re.compile(r".*rotary_emb\.inv_freq|(model\.)?(vision_tower|visual|multi_modal_projector|vision_model)\..*")
+
+
+def load_model_weights(
+    spec: ModelSpec,
+    source: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype = "auto",
+    load_format: str = "auto",
+    *,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Decoder:
+    """A decoder with weights.
+
+    Args:
+        spec: the model.
+        source: folder with safetensors, .gguf file or hub id; `spec.source` or `spec.name` when None.
+        dtype: "float32", "float16", "bfloat16", or "auto" for the spec's.
+        load_format: "auto" reads the weights, "dummy" makes random ones from `seed`.
+        device: of the weights.
+        tp_rank, tp_size: this rank of so many that share each layer; Q heads and MLP columns are divided, KV heads
+            too, or repeated where there are fewer than ranks.
+        all_reduce: sum over the ranks, for `tp_size` above 1.
+
+    Raises:
+        FileFormatError: no such source, or a tensor is missing, unexpected or of another shape; it is named.
+        UnsupportedError: the decoder or the reader lacks something that the model has.
+        OutOfRangeError: heads or widths that `tp_size` does not divide, or a dtype that does not exist.
+    """
+    check_supported(spec)
+    _check_parallel(spec, tp_rank, tp_size)
+    loader = _Loader(spec, _open(spec, source, load_format, seed), _torch_dtype(spec, dtype), torch.device(device))
+    weights = loader.weights(tp_rank, tp_size)
+    loader.check_all_used()
+    return Decoder(spec, weights, tp_size=tp_size, all_reduce=all_reduce)
+
+
+def _open(spec: ModelSpec, source: str | os.PathLike[str] | None, load_format: str, seed: int) -> WeightSource:
+    if load_format == "dummy":
+        return DummySource(spec, seed)
+    if load_format != "auto":
+        raise OutOfRangeError(f"load_format is {plain(load_format, 60)!r}", works="auto or dummy", knob="load_format")
+    path = find_model_files(source if source is not None else spec.source or spec.name)
+    if path.is_dir():
+        return SafetensorsSource(path)
+    if path.suffix == ".safetensors":
+        return SafetensorsSource(path.parent)
+    if path.name == "config.json":
+        return SafetensorsSource(path.parent)
+    return GgufSource(read_gguf(path), spec)
+
+
+def _torch_dtype(spec: ModelSpec, dtype: str | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        if dtype in DTYPES.values():
+            return dtype
+        dtype = str(dtype)
+    name = spec.dtype if dtype == "auto" else dtype
+    if name not in DTYPES:
+        raise OutOfRangeError(f"dtype is {plain(name, 60)!r}", works=", ".join(DTYPES), knob="dtype")
+    return DTYPES[name]
+
+
+def _check_parallel(spec: ModelSpec, rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise OutOfRangeError(f"rank {rank} of {size} ranks", knob="tensor_parallel_size")
+    for layer in spec.layers:
+        kv_fits = layer.num_kv_heads % size == 0 or size % layer.num_kv_heads == 0
+        if layer.num_heads % size or not kv_fits or spec.intermediate_size % size:
+            raise OutOfRangeError(
+                f"{size} ranks do not divide {layer.num_heads} heads, {layer.num_kv_heads} KV heads and an MLP of "
+                f"{spec.intermediate_size}",
+                knob="tensor_parallel_size",
+            )
+
+
+class _Loader:
+    """Reads the tensors of one spec from one source and remembers which were used."""
+
+    def __init__(self, spec: ModelSpec, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+        self._spec = spec
+        self._source = source
+        self._dtype = dtype
+        self._device = device
+        self._used: set[str] = set()
+        self._is_dummy = isinstance(source, DummySource)
+        self._prefix = self._find_prefix()
+
+    def _find_prefix(self) -> str:
+        """What stands before "model." in the stored names; "-" for names without "model."."""
+        for prefix in _PREFIXES:
+            if self._source.shape(f"{prefix}embed_tokens.weight") is not None:
+                return prefix
+            if self._source.shape(f"{prefix}model.embed_tokens.weight") is not None:
+                return f"{prefix}model."
+        return "model."
+
+    def weights(self, rank: int, size: int) -> DecoderWeights:
+        spec = self._spec
+        embedding = self.one("embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
+        layers = tuple(
+            _LayerLoader(self, layer, index, rank, size).weights() for index, layer in enumerate(spec.layers)
+        )
+        head = embedding
+        if not spec.tie_word_embeddings and not spec.is_embedding:
+            head = self.one(self._head_name(), (spec.vocab_size, spec.hidden_size))
+        return DecoderWeights(embedding, layers, self.norm("norm.weight", (spec.hidden_size,)), head)
+
+    def _head_name(self) -> str:
+        outer = self._prefix.removesuffix("model.")
+        return "lm_head.weight" if self._source.shape(f"{outer}lm_head.weight") is None else f"{outer}lm_head.weight"
+
+    def has(self, name: str) -> bool:
+        """The source stores `name`; a generator has no names of its own."""
+        return self._source.shape(self._full(name)) is not None
+
+    def one(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self.stack([(name, shape)])
+
+    def norm(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Norm weights; as float32 `1 + weight` where the family adds the 1 (Gemma computes it in float32)."""
+        weight = self.one(name, shape)
+        return weight.float().add_(1) if self._spec.norm_offset else weight
+
+    def stack(self, parts: Sequence[tuple[str, tuple[int, ...]]], axis_slices: Sequence[tuple] = ()) -> torch.Tensor:
+        """The tensors `parts` (name, expected shape) one after the other along the first axis.
+
+        `axis_slices` gives for each part the slices of this rank; without it the parts are whole.
+        """
+        for name, shape in parts:
+            self._check(name, shape)
+        if axis_slices:
+            pieces = [self._filled(name, shape)[cut] for (name, shape), cut in zip(parts, axis_slices, strict=True)]
+            return torch.cat(pieces).contiguous().to(self._device)
+        rows = sum(shape[0] for _, shape in parts)
+        out = torch.empty((rows, *parts[0][1][1:]), dtype=self._dtype, device=self._fill_device())
+        start = 0
+        for name, shape in parts:
+            self._source.fill(self._full(name), out[start : start + shape[0]])
+            start += shape[0]
+        return out.to(self._device)
+
+    def check_all_used(self) -> None:
+        """Refuse tensors that the network has no place for: they would be silently left out."""
+        unused = [name for name in self._source.names() - self._used if not _IGNORED.fullmatch(name)]
+        if self._spec.tie_word_embeddings or self._spec.is_embedding:
+            unused = [name for name in unused if not name.endswith("lm_head.weight")]
+        if unused:
+            shown = ", ".join(plain(repr(name), 80) for name in sorted(unused)[:4])
+            raise FileFormatError(
+                f"the weights hold {len(unused)} tensors that {plain(self._spec.name, 80)} has no place for: {shown}"
+            )
+
+    def _filled(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        out = torch.empty(shape, dtype=self._dtype, device=self._fill_device())
+        self._source.fill(self._full(name), out)
+        return out
+
+    def _fill_device(self) -> torch.device:
+        return self._device if self._is_dummy else torch.device("cpu")
+
+    def _full(self, name: str) -> str:
+        return name if name.endswith("lm_head.weight") else self._prefix + name
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        full = self._full(name)
+        self._used.add(full)
+        if self._is_dummy:
+            return
+        found = self._source.shape(full)
+        if found is None:
+            close = nearest(full, self._source.names() - self._used)
+            raise FileFormatError(f"tensor {full!r} is missing from the weights", works=close and plain(close, 80))
+        if found != shape:
+            raise FileFormatError(f"tensor {full!r} has shape {found}, {plain(self._spec.name, 80)} needs {shape}")
+
+
+class _LayerLoader:
+    """Reads one layer for one rank of `size`."""
+
+    def __init__(self, loader: _Loader, layer: LayerSpec, index: int, rank: int, size: int) -> None:
+        self._loader = loader
+        self._spec = loader._spec
+        self._layer = layer
+        self._prefix = f"layers.{index}."
+        self._rank = rank
+        self._size = size
+        self._q_rows = layer.num_heads * layer.head_dim
+        self._k_rows = layer.num_kv_heads * layer.head_dim
+        self._v_rows = layer.num_kv_heads * (layer.v_head_dim or layer.head_dim)
+
+    def weights(self) -> LayerWeights:
+        spec, hidden = self._spec, self._spec.hidden_size
+        sandwich = spec.sandwich_norms
+        mlp = self._moe() if self._layer.num_experts else self._dense_mlp()
+        output_rows = self._layer.num_heads * (self._layer.v_head_dim or self._layer.head_dim)
+        return LayerWeights(
+            qkv=self._qkv("weight", (hidden,)),
+            qkv_bias=self._qkv("bias", ()) if spec.qkv_bias else None,
+            output=self._columns("self_attn.o_proj.weight", (hidden, output_rows)),
+            output_bias=self._summed_bias("self_attn.o_proj.bias") if spec.attention_bias else None,
+            head_norm=self._head_norm() if spec.qk_norm else None,
+            attention_norm=self._norm("input_layernorm.weight"),
+            mlp_norm=self._norm("pre_feedforward_layernorm.weight" if sandwich else "post_attention_layernorm.weight"),
+            after_attention_norm=self._norm("post_attention_layernorm.weight") if sandwich else None,
+            after_mlp_norm=self._norm("post_feedforward_layernorm.weight") if sandwich else None,
+            **mlp,
+        )
+
+    def _norm(self, name: str) -> torch.Tensor:
+        return self._loader.norm(self._prefix + name, (self._spec.hidden_size,))
+
+    def _qkv(self, kind: str, rest: tuple[int, ...]) -> torch.Tensor:
+        rows = (self._q_rows, self._k_rows, self._v_rows)
+        fused = f"{self._prefix}self_attn.qkv_proj.{kind}"
+        if self._loader.has(fused) and self._size == 1:
+            return self._loader.one(fused, (sum(rows), *rest))
+        parts = [
+            (f"{self._prefix}self_attn.{name}_proj.{kind}", (count, *rest))
+            for name, count in zip("qkv", rows, strict=True)
+        ]
+        if self._size == 1:
+            return self._loader.stack(parts)
+        kv_ranks = min(self._size, self._layer.num_kv_heads)
+        kv_rank = self._rank * kv_ranks // self._size
+        cuts = [(_share(rows[0], self._rank, self._size),)] + [
+            (_share(count, kv_rank, kv_ranks),) for count in rows[1:]
+        ]
+        return self._loader.stack(parts, cuts)
+
+    def _columns(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        """A matrix whose input is divided over the ranks."""
+        if self._size == 1:
+            return self._loader.one(self._prefix + name, shape)
+        cut = (slice(None), _share(shape[1], self._rank, self._size))
+        return self._loader.stack([(self._prefix + name, shape)], [cut])
+
+    def _summed_bias(self, name: str) -> torch.Tensor:
+        """A bias behind an all-reduce: the first rank adds it, the others add zero."""
+        bias = self._loader.one(self._prefix + name, (self._spec.hidden_size,))
+        return bias if self._rank == 0 else torch.zeros_like(bias)
+
+    def _head_norm(self) -> torch.Tensor:
+        head_dim, layer = self._layer.head_dim, self._layer
+        weights = [self._loader.norm(f"{self._prefix}self_attn.{name}_norm.weight", (head_dim,)) for name in ("q", "k")]
+        counts = (layer.num_heads // self._size, max(1, layer.num_kv_heads // self._size))
+        return torch.cat([weight.expand(count, -1) for weight, count in zip(weights, counts, strict=True)])
+
+    def _dense_mlp(self) -> dict[str, torch.Tensor | None]:
+        width = self._layer.intermediate_size or self._spec.intermediate_size
+        hidden, has_bias = self._spec.hidden_size, self._spec.mlp_bias
+        return {
+            "gate_up": self._gate_up("weight", width, (hidden,)),
+            "gate_up_bias": self._gate_up("bias", width, ()) if has_bias else None,
+            "down": self._columns("mlp.down_proj.weight", (hidden, width)),
+            "down_bias": self._summed_bias("mlp.down_proj.bias") if has_bias else None,
+        }
+
+    def _gate_up(self, kind: str, width: int, rest: tuple[int, ...]) -> torch.Tensor:
+        fused = f"{self._prefix}mlp.gate_up_proj.{kind}"
+        if self._loader.has(fused) and self._size == 1:
+            return self._loader.one(fused, (2 * width, *rest))
+        names = ("gate", "up") if self._spec.gated_mlp else ("up",)
+        parts = [(f"{self._prefix}mlp.{name}_proj.{kind}", (width, *rest)) for name in names]
+        cuts = [(_share(width, self._rank, self._size),)] * len(parts) if self._size > 1 else []
+        return self._loader.stack(parts, cuts)
+
+    def _moe(self) -> dict[str, MoeWeights]:
+        moe, hidden, loader = self._spec.moe, self._spec.hidden_size, self._loader
+        if moe is None or self._size > 1:
+            raise OutOfRangeError("experts on more than one rank are not loaded yet", knob="tensor_parallel_size")
+        count, width = moe.num_experts, moe.intermediate_size
+        prefixes = [f"{self._prefix}mlp.experts.{index}." for index in range(count)]
+        gate_up = torch.stack([self._expert(prefix, width, hidden) for prefix in prefixes])
+        down = torch.stack([loader.one(f"{prefix}down_proj.weight", (hidden, width)) for prefix in prefixes])
+        router = loader.one(f"{self._prefix}mlp.gate.weight", (count, hidden))
+        return {"moe": MoeWeights(router, gate_up, down, moe.num_experts_per_tok)}
+
+    def _expert(self, prefix: str, width: int, hidden: int) -> torch.Tensor:
+        return self._loader.stack([(f"{prefix}{name}_proj.weight", (width, hidden)) for name in ("gate", "up")])
+
+
+def _share(length: int, rank: int, size: int) -> slice:
+    return slice(rank * length // size, (rank + 1) * length // size)
