@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from labkit import format as fmt
 from labkit.figures.frame import empty, panels
-from labkit.figures.palette import OUTLINE, PART_COLORS, get_theme, text_on
+from labkit.figures.palette import OUTLINE, PART_COLORS, get_theme, pattern
 from labkit.figures.tables import Table, make_table
 from labkit.measure.run_record import RunRecord
 
@@ -80,7 +80,9 @@ def draw_block_map(info: BlockMapInfo, theme: str = "light") -> go.Figure:
     figure.add_trace(_map(info), row=1, col=1)
     for part in info.shares:
         figure.add_trace(_share(info, *part, theme), row=2, col=1)
-    figure.update_layout(barmode="stack", legend={"y": -0.16, "yanchor": "top"}, margin={"t": 16, "b": 56})
+    figure.update_layout(
+        barmode="stack", legend={"y": -0.16, "yanchor": "top", "traceorder": "normal"}, margin={"t": 16, "b": 56}
+    )
     figure.update_yaxes(visible=False, fixedrange=True)
     figure.update_yaxes(autorange="reversed", row=1, col=1)
     figure.update_xaxes(showgrid=False, zeroline=False, showticklabels=False, ticks="", row=1, col=1)
@@ -136,7 +138,7 @@ def _share(info: BlockMapInfo, what: str, tokens: int, theme: str) -> go.Bar:
         y=["pool"],
         x=[tokens],
         marker={"color": fill, "line": {"color": OUTLINE, "width": 1},
-                "pattern": {"fillmode": "overlay", "shape": "x" if what == "tail waste" else "", "fgcolor": text_on(fill), "size": 6}},
+                "pattern": pattern("x" if what == "tail waste" else "", fill)},
         hovertemplate=f"{what}: %{{x:,}} tokens<extra></extra>",
     )  # fmt: skip
 

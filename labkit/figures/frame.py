@@ -13,6 +13,19 @@ def frame(theme: str, height: int = 340) -> go.Figure:
     return go.Figure(layout={"template": template(theme), "height": height})
 
 
+def row_of_plots(theme: str, titles: tuple[str, ...], *, narrow: bool, spacing: float = 0.09) -> go.Figure:
+    """Plots side by side, or one under the other on a narrow page; `position` says where each is."""
+    if narrow:
+        gap = 0.34 / len(titles)
+        return panels(theme, titles, rows=len(titles), cols=1, height=240 * len(titles), vertical_spacing=gap)
+    return panels(theme, titles, rows=1, cols=len(titles), horizontal_spacing=spacing)
+
+
+def position(index: int, narrow: bool) -> dict[str, int]:
+    """Row and column of plot `index` (from 0) of `row_of_plots`."""
+    return {"row": index + 1, "col": 1} if narrow else {"row": 1, "col": index + 1}
+
+
 def panels(theme: str, titles: tuple[str, ...], *, rows: int, cols: int, height: int = 340, **options) -> go.Figure:
     """A grid of plots with labkit's template and a title over each."""
     figure = make_subplots(rows=rows, cols=cols, subplot_titles=titles, **options)

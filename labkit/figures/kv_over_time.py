@@ -70,30 +70,32 @@ def draw_kv_over_time(info: KvOverTimeInfo, theme: str = "light") -> go.Figure:
     colors = get_theme(theme)
     divisor, unit = fmt.memory_scale(info.pool_bytes)
     figure = panels(theme, (), rows=2, cols=1, height=420, shared_xaxes=True, row_heights=[0.64, 0.36],
-                    vertical_spacing=0.06)  # fmt: skip
+                    vertical_spacing=0.12)  # fmt: skip
     shown = {"reserved by requests": info.reserved, "holding tokens": info.stored, "cached for reuse": info.cached}
     for (title, series), style in zip(shown.items(), colors.lines, strict=False):
         figure.add_trace(_line(title, series, style, divisor), row=1, col=1)
     figure.add_trace(_preemptions(info, divisor, colors.worse), row=1, col=1)
     counts = {"running": info.running, "waiting": info.waiting}
     for (title, series), style in zip(counts.items(), colors.lines, strict=False):
-        figure.add_trace(_line(title, series, style, 1, shape="hv"), row=2, col=1)
+        figure.add_trace(_line(title, series, style, 1, shape="hv", legend="legend2"), row=2, col=1)
     figure.add_hline(y=info.pool_bytes / divisor, line={"color": BASELINE, "dash": "dash", "width": 1.5}, row=1, col=1,
                      annotation={"text": f"pool {fmt.memory(info.pool_bytes)}", "yanchor": "bottom",
                                  "font": {"color": colors.muted}})  # fmt: skip
     figure.update_yaxes(title_text=f"KV cache ({unit})", range=[0, 1.12 * info.pool_bytes / divisor], row=1, col=1)
     figure.update_yaxes(title_text="requests", rangemode="tozero", row=2, col=1)
     figure.update_xaxes(title_text="time (s)", row=2, col=1)
+    figure.update_layout(legend2={"orientation": "h", "y": 0.33, "yanchor": "bottom", "x": 1, "xanchor": "right"})
     return figure
 
 
-def _line(title: str, series: Thinned, style, divisor: float, shape: str = "linear") -> go.Scatter:
+def _line(title: str, series: Thinned, style, divisor: float, **options) -> go.Scatter:
     return go.Scatter(
         name=title,
         mode="lines",
         x=series.x,
         y=[value / divisor for value in series.y],
-        line={"color": style.color, "dash": style.dash, "width": 2, "shape": shape},
+        line={"color": style.color, "dash": style.dash, "width": 2, "shape": options.get("shape", "linear")},
+        legend=options.get("legend", "legend"),
         hovertemplate="%{x:.2f} s: %{y:,.4g}<extra>" + title + "</extra>",
     )
 

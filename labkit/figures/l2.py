@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from labkit import format as fmt
-from labkit.figures.frame import empty, panels
-from labkit.figures.palette import BASELINE, get_theme, label
+from labkit.figures.frame import empty, position, row_of_plots
+from labkit.figures.palette import BASELINE, get_theme, label, pattern
 from labkit.figures.tables import Table, make_table
 from labkit.measure.run_record import RunRecord
 from labkit.text import plain
@@ -53,23 +53,19 @@ def get_l2_info(records: Sequence[RunRecord]) -> L2Info:
     return L2Info(bars, peaks.pop() if len(peaks) == 1 else None)
 
 
-def draw_l2(info: L2Info, theme: str = "light") -> go.Figure:
+def draw_l2(info: L2Info, theme: str = "light", narrow: bool = False) -> go.Figure:
     """Hit rate and DRAM bandwidth side by side; simulated bars are dotted, measured ones solid."""
     if not info.bars:
         return empty(theme, "no cache counters: a run on a card, or a simulated one, gives them")
     style, colors = get_theme(theme).lines[0], get_theme(theme)
-    figure = panels(theme, ("L2 hit rate", "DRAM reads"), rows=1, cols=2, horizontal_spacing=0.12)
+    figure = row_of_plots(theme, ("L2 hit rate", "DRAM reads"), narrow=narrow, spacing=0.12)
+    left, right = position(0, narrow), position(1, narrow)
     divisor, unit = (1e12, "TB/s") if max(bar.dram_bytes_per_s for bar in info.bars) >= 1e12 else (1e9, "GB/s")
     names = [f"{label(bar.name, 24)}<br>{bar.method.split(' ')[0]}" for bar in info.bars]
-    pattern = {
-        "shape": ["" if bar.is_measured else "." for bar in info.bars],
-        "fgcolor": "#ffffff",
-        "size": 6,
-        "fillmode": "overlay",
-    }
+    hatch = pattern(["" if bar.is_measured else "." for bar in info.bars], style.color)
     common = {
         "x": names,
-        "marker": {"color": style.color, "pattern": pattern, "line": {"color": colors.text, "width": 1}},
+        "marker": {"color": style.color, "pattern": hatch, "line": {"color": colors.text, "width": 1}},
         "customdata": [bar.run_id for bar in info.bars],
         "hovertext": [_hover(bar) for bar in info.bars],
         "hovertemplate": "%{hovertext}<extra></extra>",
@@ -77,19 +73,19 @@ def draw_l2(info: L2Info, theme: str = "light") -> go.Figure:
         "cliponaxis": False,
     }
     rates = [100 * bar.l2_hit_rate for bar in info.bars]
-    figure.add_trace(go.Bar(y=rates, text=[fmt.share(rate, 100) for rate in rates], **common), row=1, col=1)
+    figure.add_trace(go.Bar(y=rates, text=[fmt.share(rate, 100) for rate in rates], **common), **left)
     figure.add_trace(
         go.Bar(y=[bar.dram_bytes_per_s / divisor for bar in info.bars],
                text=[fmt.bandwidth(bar.dram_bytes_per_s) for bar in info.bars], **common),
-        row=1, col=2,
+        **right,
     )  # fmt: skip
     if info.peak_bytes_per_s:
-        figure.add_hline(y=info.peak_bytes_per_s / divisor, line={"color": BASELINE, "dash": "dash"}, row=1, col=2,
+        figure.add_hline(y=info.peak_bytes_per_s / divisor, line={"color": BASELINE, "dash": "dash"}, **right,
                          annotation={"text": f"data sheet {fmt.bandwidth(info.peak_bytes_per_s)}",
                                      "font": {"color": colors.muted}})  # fmt: skip
-    figure.update_yaxes(title_text="%", range=[0, 108], row=1, col=1)
-    figure.update_yaxes(title_text=unit, rangemode="tozero", row=1, col=2)
-    figure.update_layout(showlegend=False, bargap=0.5)
+    figure.update_yaxes(title_text="%", range=[0, 108], **left)
+    figure.update_yaxes(title_text=unit, rangemode="tozero", **right)
+    figure.update_layout(showlegend=False, bargap=0.5, margin={"t": 36})
     return figure
 
 

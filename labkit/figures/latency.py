@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from labkit import format as fmt
-from labkit.figures.frame import empty, panels
+from labkit.figures.frame import empty, position, row_of_plots
 from labkit.figures.palette import get_theme, label
 from labkit.figures.runs import knob_axis
 from labkit.figures.tables import Table, make_table
@@ -54,18 +54,19 @@ def get_latency_info(records: Sequence[RunRecord], knob: str | None = None) -> L
     return LatencyInfo(axis.title, axis.knob, tuple(points), len(records) - len(points))
 
 
-def draw_latency(info: LatencyInfo, theme: str = "light") -> go.Figure:
+def draw_latency(info: LatencyInfo, theme: str = "light", narrow: bool = False) -> go.Figure:
     """Three plots side by side, p50, p95 and p99 as lines of their own colour, dash and marker; axes from zero."""
     if not info.points:
         return empty(theme, "no latency yet: no run has given a first token")
-    figure = panels(theme, tuple(METRICS.values()), rows=1, cols=3, horizontal_spacing=0.09)
-    for column, metric in enumerate(METRICS, start=1):
+    figure = row_of_plots(theme, tuple(METRICS.values()), narrow=narrow)
+    for index, metric in enumerate(METRICS):
+        place = position(index, narrow)
         scale, unit = _scale(info, metric)
         for level, style in zip(LEVELS, get_theme(theme).lines, strict=False):
-            figure.add_trace(_line(info, metric, level, style, scale), row=1, col=column)
-        figure.update_yaxes(title_text=unit, rangemode="tozero", row=1, col=column)
+            figure.add_trace(_line(info, metric, level, style, scale), **place)
+        figure.update_yaxes(title_text=unit, rangemode="tozero", **place)
     figure.update_xaxes(title_text=info.axis_title, type="category")
-    figure.update_layout(legend={"y": 1.14})
+    figure.update_layout(legend={"y": 1.05 if narrow else 1.14})
     return figure
 
 
@@ -107,8 +108,8 @@ def caption(info: LatencyInfo) -> str:
         return "No run has given two tokens of one request yet, so there is no latency to show."
     best = min(timed, key=lambda point: point.inter_token_s.p95)
     text = (
-        f"Lowest p95 between tokens: {fmt.duration(best.inter_token_s.p95)} with {plain(best.name, 40)}, where the first "
-        f"token takes {fmt.duration(best.ttft_s.p50)} at p50 and {fmt.duration(best.ttft_s.p95)} at p95."
+        f"Lowest p95 between tokens: {fmt.duration(best.inter_token_s.p95)} with {plain(best.name, 40)}, where the "
+        f"first token takes {fmt.duration(best.ttft_s.p50)} at p50 and {fmt.duration(best.ttft_s.p95)} at p95."
     )
     worst = max(timed, key=lambda point: point.inter_token_s.p95)
     if worst is not best:

@@ -86,7 +86,7 @@ def draw_live(info: LiveInfo, theme: str = "light") -> go.Figure:
     """Three plots on one time axis."""
     if not info.running.x:
         return empty(theme, "press Run: tokens a second, requests and KV use appear here while the run goes on", 360)
-    figure = panels(theme, (), rows=3, cols=1, height=360, shared_xaxes=True, vertical_spacing=0.05)
+    figure = panels(theme, (), rows=3, cols=1, height=360, shared_xaxes=True, vertical_spacing=0.08)
     first, second, third = get_theme(theme).lines[:3]
     series = (("output tok/s", "tokens_per_s", first, 1, 1), ("running", "running", first, 2, 1),
               ("waiting", "waiting", second, 2, 1), ("KV use", "kv_share", third, 3, 100))  # fmt: skip
@@ -95,6 +95,7 @@ def draw_live(info: LiveInfo, theme: str = "light") -> go.Figure:
         figure.add_trace(
             go.Scatter(
                 name=title,
+                showlegend=row == 2,
                 mode="lines",
                 x=points.x,
                 y=[scale * value for value in points.y],
@@ -108,7 +109,7 @@ def draw_live(info: LiveInfo, theme: str = "light") -> go.Figure:
         figure.update_yaxes(title_text=title, rangemode="tozero", row=row, col=1)
     figure.update_yaxes(range=[0, 104], row=3, col=1)
     figure.update_xaxes(title_text="time (s)", row=3, col=1)
-    figure.update_layout(margin={"t": 36})
+    figure.update_layout(margin={"t": 16}, legend={"y": 0.64, "x": 1, "xanchor": "right"})
     return figure
 
 

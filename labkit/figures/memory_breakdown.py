@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from labkit import format as fmt
 from labkit.figures.frame import empty, frame
-from labkit.figures.palette import OUTLINE, PART_COLORS, get_theme, label, text_on
+from labkit.figures.palette import OUTLINE, PART_COLORS, get_theme, label, pattern, text_on
 from labkit.figures.tables import Table, make_table
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import PART_TITLES, PARTS, MemoryBreakdown, MemoryPlan
@@ -85,9 +85,9 @@ def draw_memory_breakdown(info: MemoryBreakdownInfo, theme: str = "light") -> go
     figure.update_layout(
         barmode="stack",
         bargap=0.35,
-        height=150 + 44 * len(info.bars),
+        height=170 + 40 * len(info.bars),
         uniformtext={"minsize": 10, "mode": "hide"},
-        legend={"traceorder": "normal"},
+        legend={"traceorder": "normal", "entrywidth": 0.5, "entrywidthmode": "fraction", "font": {"size": 11}},
         margin={"l": 84, "r": 20, "t": 64, "b": 44},
         shapes=[_total_line(bar, index, divisor, theme) for index, bar in enumerate(info.bars)],
     )
@@ -102,13 +102,13 @@ def _trace(info: MemoryBreakdownInfo, part: str, divisor: float, theme: str) -> 
     patterns = ["x" if part == "outside" else "/" if bar.row == "predicted" and part != "free" else ""
                 for bar in info.bars]  # fmt: skip
     return go.Bar(
-        name=f"{PART_TITLES[part]} {fmt.memory(dict(info.bars[0].parts)[part])}",
+        showlegend=any(dict(bar.parts)[part] for bar in info.bars),
+        name=f"{PART_TITLES[part].split(' (')[0]} {fmt.memory(dict(info.bars[0].parts)[part])}",
         orientation="h",
         y=[bar.row for bar in info.bars],
         x=[size / divisor for size in sizes],
         marker={"color": fill, "line": {"color": get_theme(theme).page if part != "free" else OUTLINE, "width": 1},
-                "pattern": {"shape": patterns, "fillmode": "overlay", "fgcolor": text_on(fill), "fgopacity": 0.28, "size": 7,
-                            "solidity": 0.12}},
+                "pattern": pattern(patterns, fill)},
         text=[_inside(part, size, info.scale_bytes) for size in sizes],
         textposition="inside",
         insidetextanchor="middle",

@@ -141,3 +141,15 @@ def label(text: object, limit: int = 60) -> str:
     so quotes stay as they are.
     """
     return plain(text, limit).translate(_ENTITIES)
+
+
+def pattern(shapes: list[str] | str, fill: str) -> dict[str, Any]:
+    """Hatching over `fill`, weak enough that the text on it still reads; an empty shape leaves the fill plain."""
+    return {
+        "shape": shapes,
+        "fillmode": "overlay",
+        "fgcolor": text_on(fill),
+        "fgopacity": 0.3,
+        "size": 7,
+        "solidity": 0.14,
+    }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from labkit import format as fmt
-from labkit.figures.frame import empty, panels
+from labkit.figures.frame import empty, position, row_of_plots
 from labkit.figures.latency import METRICS
 from labkit.figures.palette import get_theme, label
 from labkit.figures.tables import Table, make_table
@@ -58,12 +58,13 @@ def _cumulative(values: list[float]) -> Thinned:
     return thin(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))])
 
 
-def draw_requests(info: RequestsInfo, theme: str = "light") -> go.Figure:
+def draw_requests(info: RequestsInfo, theme: str = "light", narrow: bool = False) -> go.Figure:
     """Three cumulative distributions side by side, one line a run."""
     if not info.runs:
         return empty(theme, "no request has given a token yet")
-    figure = panels(theme, tuple(METRICS.values()), rows=1, cols=3, horizontal_spacing=0.07)
-    for column, metric in enumerate(METRICS, start=1):
+    figure = row_of_plots(theme, tuple(METRICS.values()), narrow=narrow, spacing=0.07)
+    for index, metric in enumerate(METRICS):
+        place = position(index, narrow)
         longest = max((dict(run.curves)[metric].x[-1] for run in info.runs if dict(run.curves)[metric].x), default=0.0)
         scale, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
         for run, style in zip(info.runs, get_theme(theme).lines, strict=False):
@@ -72,20 +73,18 @@ def draw_requests(info: RequestsInfo, theme: str = "light") -> go.Figure:
                 go.Scatter(
                     name=label(run.name, 32),
                     legendgroup=run.run_id,
-                    showlegend=column == 1,
+                    showlegend=index == 0,
                     mode="lines",
                     x=[scale * value for value in curve.x],
                     y=[100 * share for share in curve.y],
                     line={"color": style.color, "dash": style.dash, "width": 2, "shape": "hv"},
                     hovertemplate=f"%{{y:.3g}} % within %{{x:.3g}} {unit}<extra></extra>",
                 ),
-                row=1,
-                col=column,
+                **place,
             )
-        figure.update_xaxes(title_text=unit, rangemode="tozero", row=1, col=column)
-    figure.update_yaxes(range=[0, 101])
-    figure.update_yaxes(title_text="% of values", row=1, col=1)
-    figure.update_layout(legend={"y": 1.14})
+        figure.update_xaxes(title_text=unit, rangemode="tozero", **place)
+    figure.update_yaxes(range=[0, 101], title_text="% of values")
+    figure.update_layout(legend={"y": 1.05 if narrow else 1.14})
     return figure
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from labkit import format as fmt
-from labkit.figures.frame import empty, panels
+from labkit.figures.frame import empty, position, row_of_plots
 from labkit.figures.palette import get_theme, label
 from labkit.figures.runs import knob_axis
 from labkit.figures.tables import Table, make_table
@@ -54,13 +54,14 @@ def get_throughput_info(records: Sequence[RunRecord], knob: str | None = None) -
     return ThroughputInfo(axis.title, axis.knob, tuple(points), len(records) - len(points))
 
 
-def draw_throughput(info: ThroughputInfo, theme: str = "light") -> go.Figure:
+def draw_throughput(info: ThroughputInfo, theme: str = "light", narrow: bool = False) -> go.Figure:
     """Two plots side by side, axes from zero, as lengths are compared."""
     if not info.points:
         return empty(theme, "no throughput yet: no run has given a token")
     titles = tuple(title for title, _ in METRICS.values())
-    figure = panels(theme, titles, rows=1, cols=2, horizontal_spacing=0.12)
-    for column, (metric, style) in enumerate(zip(METRICS, get_theme(theme).lines, strict=False), start=1):
+    figure = row_of_plots(theme, titles, narrow=narrow, spacing=0.12)
+    for index, (metric, style) in enumerate(zip(METRICS, get_theme(theme).lines, strict=False)):
+        place = position(index, narrow)
         title, unit = METRICS[metric]
         figure.add_trace(
             go.Scatter(
@@ -74,10 +75,9 @@ def draw_throughput(info: ThroughputInfo, theme: str = "light") -> go.Figure:
                 hovertext=[_hover(point, metric, unit) for point in info.points],
                 hovertemplate="%{hovertext}<extra></extra>",
             ),
-            row=1,
-            col=column,
+            **place,
         )
-        figure.update_yaxes(title_text=unit, rangemode="tozero", row=1, col=column)
+        figure.update_yaxes(title_text=unit, rangemode="tozero", **place)
     figure.update_xaxes(title_text=info.axis_title, type="category")
     figure.update_layout(showlegend=False, margin={"t": 36})
     return figure

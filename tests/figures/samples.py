@@ -72,7 +72,7 @@ def sample_plan(
     )  # fmt: skip
 
 
-def sample_steps(num_steps: int, plan: MemoryPlan, seed: int = 0) -> tuple[StepRow, ...]:
+def sample_steps(num_steps: int, plan: MemoryPlan, seed: int = 0, slowness: float = 1.0) -> tuple[StepRow, ...]:
     """A pool that fills, overflows with preemptions, and drains."""
     random_ = random.Random(seed)
     rows, blocks = [], max(plan.num_gpu_blocks, 1)
@@ -83,7 +83,8 @@ def sample_steps(num_steps: int, plan: MemoryPlan, seed: int = 0) -> tuple[StepR
         prefill = 96 if index % 7 == 0 else 0
         rows.append(
             StepRow(
-                start_s=index * 0.05, duration_s=0.04 + 0.01 * random_.random(), num_tokens=running + prefill,
+                start_s=index * 0.05 * slowness,
+                duration_s=slowness * (0.04 + 0.01 * random_.random()), num_tokens=running + prefill,
                 num_prefill_tokens=prefill, num_decode_tokens=running, num_running=running,
                 num_waiting=max(0, 10 - index // 4), num_blocks_used=used, num_blocks_cached=blocks // 50,
                 num_tokens_stored=int(used * plan.config.block_size * 0.93),
@@ -135,7 +136,7 @@ def sample_record(
 ) -> RunRecord:  # fmt: skip
     """A run of `status`; `changes` replace any field of the record."""
     plan = sample_plan(config, gpu=gpu)
-    steps = sample_steps(num_steps, plan)
+    steps = sample_steps(num_steps, plan, slowness=slowness)
     requests = sample_requests(num_requests, slowness=slowness)
     record = RunRecord(
         run_id=run_id, name=name, created="2026-11-30T12:00:00+00:00", status=status, config=plan.config,
