@@ -1,0 +1,140 @@
+"""`CpuExecutor`: steps on a CPU with torch: swap, forward over the paged cache, sample."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from labkit.engine.batch import ScheduledBatch
+from labkit.engine.kv_cache import BlockRun, KVCache
+from labkit.engine.paged_attention import PagedAttention, Span
+from labkit.engine.sampler import sample
+from labkit.memory.records import MemoryPlan
+from labkit.models.attention import AttentionBackend
+
+
+class Decoder(Protocol):
+    """What the executor needs of a decoder network."""
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """[T] and [T] int64 → hidden states [T, hidden_size]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden_size] → [rows, vocab_size] float32."""
+        ...
+
+
+class BlockTables:
+    """The block table of each running sequence as a row of one array, kept up to date between steps.
+
+    Args:
+        num_rows: sequences that may run at once.
+        max_blocks_per_seq: blocks of the longest one.
+    """
+
+    def __init__(self, num_rows: int, max_blocks_per_seq: int) -> None:
+        self.array = torch.zeros(num_rows, max_blocks_per_seq, dtype=torch.int32)
+        self._view = self.array.numpy()
+        self._sources: list[list[int] | None] = [None] * num_rows
+        self._lengths = [0] * num_rows
+        self._is_run = [True] * num_rows
+
+    def update(self, row: int, block_table: list[int]) -> np.ndarray:
+        """Write what is new of `block_table` and return the row's entries, [len(block_table)] int32."""
+        # A sequence that comes back has another list object: tables only grow, and never change otherwise.
+        if self._sources[row] is not block_table:
+            self._sources[row], self._lengths[row], self._is_run[row] = block_table, 0, True
+        start, stop = self._lengths[row], len(block_table)
+        if start < stop:
+            self._view[row, start:stop] = block_table[start:]
+            tail = block_table[max(0, start - 1) :]
+            ascending = all(after - before == 1 for before, after in pairwise(tail))
+            self._is_run[row] = self._is_run[row] and ascending
+            self._lengths[row] = stop
+        return self._view[row, :stop]
+
+    def run(self, row: int, num_tokens: int) -> BlockRun:
+        """How to read the row's sequence."""
+        entries = self._view[row, : self._lengths[row]]
+        block_ids = None if self._is_run[row] else torch.from_numpy(entries.astype(np.int64))
+        return BlockRun(int(entries[0]), len(entries), num_tokens, block_ids)
+
+
+class CpuExecutor:
+    """Owns KV cache, tables and attention of one engine; borrows the decoder.
+
+    Memory, all allocated at construction but the activations:
+        KV pool: num_gpu_blocks · block_bytes, exactly `KVCache.pool_bytes`.
+        Host pool: num_swap_blocks · block_bytes, beside the budget.
+        Block tables: 4 bytes · max_num_seqs · blocks of the longest sequence.
+        Workspace: the gather scratch, `KVCache.scratch_bytes`.
+    """
+
+    def __init__(self, decoder: Decoder, plan: MemoryPlan) -> None:
+        self._decoder = decoder
+        self._spec = plan.model
+        self._allocate(plan)
+
+    def reconfigure(self, plan: MemoryPlan) -> None:
+        """See `Executor.reconfigure`; the old pool goes before the new one comes."""
+        del self._cache, self._tables, self._attention
+        self._allocate(plan)
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> list[int]:
+        """See `Executor.execute`."""
+        self._cache.swap(batch.swap_out, batch.swap_in)
+        if not batch.sequences:
+            return []
+        self._begin(batch)
+        hidden = self._decoder.forward(torch.tensor(batch.token_ids), torch.tensor(batch.positions), self._attention)
+        chosen = [row for row, samples in enumerate(batch.samples) if samples]
+        if not chosen:
+            return []
+        last_rows = torch.tensor([batch.query_starts[row + 1] - 1 for row in chosen])
+        logits = self._decoder.logits(hidden.index_select(0, last_rows))
+        return sample(logits, [batch.sequences[row] for row in chosen])
+
+    def memory_parts(self) -> dict[str, int]:
+        """See `Executor.memory_parts`."""
+        return {
+            "kv_cache": self._cache.pool_bytes,
+            "block_tables": self._tables.array.nbytes,
+            "workspace": self._cache.scratch_bytes,
+        }
+
+    def close(self) -> None:
+        """See `Executor.close`."""
+        self._cache = self._tables = self._attention = None  # type: ignore[assignment]
+
+    def _allocate(self, plan: MemoryPlan) -> None:
+        config = plan.config
+        max_blocks = min(-(-int(config.max_model_len or 0) // config.block_size), plan.num_gpu_blocks)
+        self._cache = KVCache(
+            plan.model,
+            num_blocks=plan.num_gpu_blocks,
+            num_swap_blocks=plan.num_swap_blocks,
+            block_size=config.block_size,
+            kv_cache_dtype=config.kv_cache_dtype,
+            dtype=self._decoder.dtype,
+            max_blocks_per_seq=max_blocks,
+        )
+        self._tables = BlockTables(int(config.max_num_seqs or 0), max_blocks)
+        self._attention = PagedAttention(plan.model, self._cache)
+
+    def _begin(self, batch: ScheduledBatch) -> None:
+        block_size = self._cache.block_size
+        positions = np.array(batch.positions, dtype=np.int64)
+        slots = positions % block_size
+        numbers = positions // block_size
+        spans = []
+        for row, slot in enumerate(batch.slots):
+            start, stop = batch.query_starts[row], batch.query_starts[row + 1]
+            entries = self._tables.update(slot, batch.block_tables[row])
+            slots[start:stop] += entries[numbers[start:stop]].astype(np.int64) * block_size
+            spans.append(Span(start, stop, self._tables.run(slot, batch.seq_lens[row])))
+        self._attention.begin(spans, torch.from_numpy(slots))

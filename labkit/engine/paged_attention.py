@@ -1,0 +1,155 @@
+"""`PagedAttention`: the decoder's attention over block tables, in plain torch on a CPU.
+
+Per sequence, keys and values are a view of the pool where its blocks are one ascending run, else gathered into
+scratch. One new token: the query heads of a KV head are packed as rows of one call without mask. Several: the
+context without mask and the chunk causally, merged by their log-sum-exp, which is faster than one explicit mask.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from labkit.engine.kv_cache import BlockRun, KVCache
+from labkit.models.attention import attention_scale
+from labkit.specs.model_spec import LayerSpec, ModelSpec
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class Span(NamedTuple):
+    """Rows start … stop-1 of the step belong to one sequence whose cache is `run`."""
+
+    start: int
+    stop: int
+    run: BlockRun
+
+
+class PagedAttention:
+    """Attention of one engine on a CPU; see `labkit.models.attention.AttentionBackend`."""
+
+    def __init__(self, spec: ModelSpec, cache: KVCache) -> None:
+        self._spec = spec
+        self._cache = cache
+        self._scales = [attention_scale(spec, layer) for layer in spec.layers]
+        self._spans: list[Span] = []
+        self._slots = torch.empty(0, dtype=torch.int64)
+
+    def begin(self, spans: list[Span], slots: torch.Tensor) -> None:
+        """Announce a step: who owns which rows, and where each row's key and value go ([T] int64)."""
+        self._spans = spans
+        self._slots = slots
+
+    def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        self._cache.write(layer_index, self._slots, k, v)
+        layer = self._spec.layers[layer_index]
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+        for start, stop, run in self._spans:
+            keys, values = self._cache.read(layer_index, run)
+            self._attend_one(layer_index, layer, q[start:stop], keys, values, out[start:stop])
+        return out
+
+    def _attend_one(
+        self,
+        layer_index: int,
+        layer: LayerSpec,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """q [L, Hq, D] are the last L of the S tokens in keys and values [S, Hkv, D]; out [L, Hq, Dv]."""
+        scale = self._scales[layer_index]
+        length, context = q.shape[0], keys.shape[0] - q.shape[0]
+        first = _first_visible(layer, context)
+        keys, values = keys[first:], values[first:]
+        masked = length > 1 and layer.kind != "full" and _window_cuts(layer, context, length)
+        if self._spec.attention_softcap is not None or masked or layer.head_dim != values.shape[2]:
+            mask = _mask(layer, context, length, first)
+            out.copy_(_explicit(q, keys, values, mask, scale, self._spec.attention_softcap))
+        elif length == 1:
+            num_kv_heads = keys.shape[1]
+            packed = q.view(1, num_kv_heads, -1, q.shape[2])
+            result = _flash(packed, _heads(keys), _heads(values), 0.0, False, scale=scale)[0]
+            out.view(packed.shape).copy_(result)
+        else:
+            out.copy_(_chunk(q, keys, values, context - first, scale))
+
+
+def _heads(rows: torch.Tensor) -> torch.Tensor:
+    """[S, H, D] → [1, H, S, D] without a copy."""
+    return rows.transpose(0, 1).unsqueeze(0)
+
+
+def _first_visible(layer: LayerSpec, context: int) -> int:
+    """First key that the chunk's first query sees."""
+    if layer.window is None or layer.kind not in ("sliding", "chunked"):
+        return 0
+    if layer.kind == "sliding":
+        return max(0, context - layer.window + 1)
+    return context // layer.window * layer.window
+
+
+def _window_cuts(layer: LayerSpec, context: int, length: int) -> bool:
+    """Whether some later query of the chunk does not see that first key any more."""
+    last = context + length - 1
+    if layer.kind == "sliding":
+        return layer.window is not None and last - layer.window + 1 > _first_visible(layer, context)
+    return _first_visible(layer, last) > _first_visible(layer, context)
+
+
+def _mask(layer: LayerSpec, context: int, length: int, first: int) -> torch.Tensor:
+    """[L, S - first] which keys each query sees."""
+    rows = torch.arange(context, context + length).unsqueeze(1)
+    columns = torch.arange(first, context + length).unsqueeze(0)
+    visible = columns <= rows
+    if layer.window is not None and layer.kind == "sliding":
+        visible &= columns > rows - layer.window
+    elif layer.window is not None and layer.kind == "chunked":
+        visible &= columns // layer.window == rows // layer.window
+    return visible
+
+
+def _grouped(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """[L, Hq, D] → [group, Hkv, L, D]: query heads of one KV head lie in different batches, keys are expanded."""
+    return q.view(q.shape[0], num_kv_heads, -1, q.shape[2]).permute(2, 1, 0, 3)
+
+
+def _ungrouped(result: torch.Tensor) -> torch.Tensor:
+    """[group, Hkv, L, D] → [L, Hq, D]."""
+    return result.permute(2, 1, 0, 3).reshape(result.shape[2], -1, result.shape[3])
+
+
+def _chunk(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: int, scale: float) -> torch.Tensor:
+    """Causal attention of the last L of S tokens, where every query sees the whole context."""
+    grouped = _grouped(q, keys.shape[1])
+    group = grouped.shape[0]
+    k, v = (_heads(rows).expand(group, -1, -1, -1) for rows in (keys, values))
+    out, lse = _flash(grouped, k[:, :, context:], v[:, :, context:], 0.0, True, scale=scale)
+    if context:
+        earlier, earlier_lse = _flash(grouped, k[:, :, :context], v[:, :, :context], 0.0, False, scale=scale)
+        share = torch.sigmoid(earlier_lse - lse).unsqueeze(-1).to(out.dtype)
+        out = torch.lerp(out, earlier, share)
+    return _ungrouped(out)
+
+
+def _explicit(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention under a mask [L, S], with tanh-capped scores where the model has them."""
+    grouped = _grouped(q, keys.shape[1])
+    group = grouped.shape[0]
+    k, v = (_heads(rows).expand(group, -1, -1, -1) for rows in (keys, values))
+    if softcap is None:
+        return _ungrouped(F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale))
+    scores = (grouped @ k.transpose(-1, -2)).float().mul_(scale / softcap).tanh_().mul_(softcap)
+    weights = scores.masked_fill_(~mask, float("-inf")).softmax(dim=-1).to(v.dtype)
+    return _ungrouped(weights @ v)
