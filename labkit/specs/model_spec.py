@@ -17,12 +17,14 @@ class StateSpec:
         shapes: one shape per state tensor of one request on one rank before tensor parallelism.
         dtypes: storage type of each state tensor, "auto" being the model's.
         tp_axes: for each tensor the axis that tensor parallelism divides, or None.
+        num_parameters: weights of the mixer that keeps this state, norms of the layer not included.
     """
 
     kind: str
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     tp_axes: tuple[int | None, ...]
+    num_parameters: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,11 @@ class LayerSpec:
         window: tokens, for "sliding" and "chunked".
         kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, q_lora_rank: multi-head latent attention.
         shares_kv_with: index of the earlier layer whose KV this one reads; it stores none of its own.
+        state: recurrent state; beside "full" for layers that run attention and a state mixer in parallel (Falcon-H1).
         num_experts: routed experts of this layer's MLP; 0 for a dense one.
+        intermediate_size: width of this layer's dense MLP where it is not the model's; 0 for a layer without MLP.
+        shares_key_value: V is K, so there is one projection (Gemma 4); both are still cached.
+        index_head_dim, index_num_heads: the sparse-attention indexer of DeepSeek V3.2, which caches one key a token.
         rope_theta: this layer's own base (Gemma 3 has two), None for the model's.
         uses_rope: False for layers without position (NoPE).
     """
@@ -55,6 +61,10 @@ class LayerSpec:
     shares_kv_with: int | None = None
     state: StateSpec | None = None
     num_experts: int = 0
+    intermediate_size: int | None = None
+    shares_key_value: bool = False
+    index_head_dim: int = 0
+    index_num_heads: int = 0
     rope_theta: float | None = None
     uses_rope: bool = True
 
@@ -84,12 +94,19 @@ class MoeSpec:
         num_experts, num_experts_per_tok: routed experts and how many a token visits.
         intermediate_size: width of one routed expert.
         shared_intermediate_size: total width of the experts that every token visits; 0 for none.
+        shared_gate: a one-number gate scales the shared experts (Qwen 2 MoE, Qwen 3 Next).
+        router_bias, expert_bias: biases of the router and of the experts' projections (gpt-oss).
+        dense_beside: a MoE layer also runs the dense MLP (Gemma 4).
     """
 
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int
     shared_intermediate_size: int = 0
+    shared_gate: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    dense_beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,11 +114,16 @@ class WeightFormat:
     """How the weights are stored.
 
     Attributes:
-        kind: "16bit", "32bit", "fp8", "int8", "awq", "gptq", "mxfp4", "nvfp4" or "gguf".
+        kind: "16bit", "32bit", "fp8", "int8", "int4" (compressed-tensors, bitsandbytes and others), "awq", "gptq",
+            "mxfp4", "nvfp4" or "gguf".
         bits: bits of a quantised weight.
-        group_size: weights that share one scale; 0 for one per output channel, -1 for one per tensor.
-        has_zero_points: a zero point is stored beside each scale.
-        unquantized: names of parts kept at 16 bit ("embed", "lm_head", "router", "norm", …).
+        group_size: weights that share one scale (128 × 128 = 16384 for block fp8); 0 for one per output channel,
+            -1 for one per tensor.
+        scale_bytes: bytes of one scale.
+        has_zero_points: a zero point of `bits` bits is stored beside each scale.
+        unquantized: parts kept at the model's dtype: "embed", "lm_head", "router", "norm", "attention",
+            "shared_experts", "experts", "mlp", "state", "vision".
+        method: the word in the file, such as "compressed-tensors".
     """
 
     kind: str = "16bit"
@@ -109,6 +131,8 @@ class WeightFormat:
     group_size: int = 0
     has_zero_points: bool = False
     unquantized: tuple[str, ...] = ("embed", "lm_head", "router", "norm")
+    scale_bytes: int = 2
+    method: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,6 +152,12 @@ class ModelSpec:
         hidden_act: "silu", "gelu", "gelu_pytorch_tanh", ….
         attention_bias, mlp_bias, qkv_bias: biases of the output projection and of Q, K, V.
         qk_norm: RMS norm on each head of Q and K (Qwen3, Gemma 3).
+        qk_norm_full_width: that norm spans all heads at once (OLMo 2).
+        output_gate: the query projection also makes a gate for the attention's output (Qwen 3 Next, Qwen 3.5).
+        norm: "rms", "layer" (with bias), "layer_no_bias" or "none" (no weights).
+        norms_per_layer: norms over the hidden size in one layer; 4 with sandwich norms, 1 for parallel blocks.
+        final_norm: a norm after the last layer.
+        head_bias: the output head has a bias (Phi, GPT-J).
         sandwich_norms: extra norms after attention and MLP (Gemma 2 and 3).
         norm_offset: the norm multiplies by (1 + weight) (Gemma).
         scale_embeddings: embeddings are multiplied by sqrt(hidden_size) (Gemma).
@@ -157,6 +187,12 @@ class ModelSpec:
     attention_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_full_width: bool = False
+    output_gate: bool = False
+    norm: str = "rms"
+    norms_per_layer: int = 2
+    final_norm: bool = True
+    head_bias: bool = False
     sandwich_norms: bool = False
     norm_offset: bool = False
     scale_embeddings: bool = False

@@ -1,0 +1,77 @@
+"""Parameters outside the decoder layers that memory still has to hold: towers, per-layer embeddings, positions."""
+
+from __future__ import annotations
+
+from labkit.specs.config_fields import ConfigFields
+from labkit.specs.families import Family
+from labkit.specs.model_spec import LayerSpec
+
+_MAX = 2**24
+
+
+def read_extra_weights(
+    fields: ConfigFields, outer: ConfigFields, family: Family, layers: tuple[LayerSpec, ...]
+) -> tuple[tuple[str, int], ...]:
+    """Named parameter counts outside the plain decoder.
+
+    Args:
+        fields, family: the text model.
+        outer: the whole config, where the vision tower is described.
+        layers: the decoder layers.
+    """
+    hidden = fields.integer("hidden_size", "n_embd", "d_model", "dim", maximum=_MAX)
+    found = [
+        ("learned positions", _learned_positions(fields, family, hidden)),
+        ("embedding norm", _embedding_norm(family, hidden)),
+        ("token types and pooler", _encoder_parts(fields, family, hidden)),
+        ("per-layer embeddings", _per_layer_embeddings(fields, len(layers), hidden)),
+        ("vision tower (estimate)", _vision_tower(outer)),
+    ]
+    return tuple((name, count) for name, count in found if count)
+
+
+def _learned_positions(fields: ConfigFields, family: Family, hidden: int) -> int:
+    if family.traits.get("positions") != "learned":
+        return 0
+    longest = fields.integer("max_position_embeddings", "n_positions", "n_ctx", default=0, minimum=0, maximum=2**31)
+    # OPT keeps two rows for padding before the first position.
+    return (longest + (2 if family.model_type == "opt" else 0)) * hidden
+
+
+def _embedding_norm(family: Family, hidden: int) -> int:
+    if not family.traits.get("embedding_norm"):
+        return 0
+    return hidden if family.traits.get("norm") == "layer_no_bias" else 2 * hidden
+
+
+def _encoder_parts(fields: ConfigFields, family: Family, hidden: int) -> int:
+    if not family.traits.get("encoder"):
+        return 0
+    types = fields.integer("type_vocab_size", default=0, minimum=0, maximum=2**16) * hidden
+    has_pooler = family.model_type in ("bert", "roberta", "xlm-roberta")
+    return types + (hidden * hidden + hidden if has_pooler else 0)
+
+
+def _per_layer_embeddings(fields: ConfigFields, num_layers: int, hidden: int) -> int:
+    """Gemma 3n and 4: one small embedding a layer, its projections and norms."""
+    width = fields.optional_integer("hidden_size_per_layer_input", maximum=_MAX) or 0
+    if not width:
+        return 0
+    vocab = fields.integer("vocab_size_per_layer_input", default=262_144, maximum=2**26)
+    table = vocab * num_layers * width
+    return table + hidden * num_layers * width + width + num_layers * (2 * hidden * width + hidden)
+
+
+def _vision_tower(outer: ConfigFields) -> int:
+    """A plain vision transformer of the stated width and depth: 4 h² + 2 h·i a layer, patches and a projection."""
+    vision = outer.section("vision_config")
+    if vision is None:
+        return 0
+    names = ("hidden_size", "width", "embed_dim")
+    hidden = vision.optional_integer(*names, maximum=_MAX)
+    depth = vision.optional_integer("num_hidden_layers", "depth", "layers", maximum=4096)
+    if not hidden or not depth:
+        return 0
+    inner = vision.integer("intermediate_size", default=4 * hidden, maximum=_MAX)
+    patch = vision.optional_integer("patch_size", maximum=1024) or 14
+    return depth * (4 * hidden * hidden + 2 * hidden * inner) + 3 * patch * patch * hidden
