@@ -10,7 +10,13 @@ from typing import Any
 from labkit.errors import OutOfRangeError, UnknownNameError
 from labkit.text import nearest, plain
 
-KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head")
+# Every name that some vLLM version takes; which of them an engine has, the planner says by name.
+KV_CACHE_DTYPES = (
+    "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla",
+    "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "nvfp4", "nvfp4_4over6", "turboquant_k8v4",
+    "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "octave_k3v4", "octave_k3v3",
+    "octave_k3v3_compact", "ultraquant_4bit",
+)  # fmt: skip
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -101,80 +107,172 @@ class EngineConfig:
     """
 
     max_model_len: int | None = _knob(
-        None, "--max-model-len", "Longest request, prompt plus output. At least one such request must fit in the KV "
-        "cache.", int, unit="tokens", minimum=1, maximum=2**31, optional=True,
+        None,
+        "--max-model-len",
+        "Longest request, prompt plus output. At least one such request must fit in the KV cache.",
+        int,
+        unit="tokens",
+        minimum=1,
+        maximum=2**31,
+        optional=True,
     )
     block_size: int = _knob(
-        16, "--block-size", "Tokens in one KV block. Larger blocks waste more of each request's last block; smaller "
-        "ones need longer block tables.", int, unit="tokens", minimum=1, maximum=8192,
+        16,
+        "--block-size",
+        "Tokens in one KV block. Larger blocks waste more of each request's last block; smaller "
+        "ones need longer block tables.",
+        int,
+        unit="tokens",
+        minimum=1,
+        maximum=8192,
     )
     kv_cache_dtype: str = _knob(
-        "auto", "--kv-cache-dtype", "Storage type of the KV cache; auto is the model's dtype. 8-bit types hold twice "
-        "the tokens.", str, choices=KV_CACHE_DTYPES,
+        "auto",
+        "--kv-cache-dtype",
+        "Storage type of the KV cache; auto is the model's dtype. 8-bit types hold twice the tokens.",
+        str,
+        choices=KV_CACHE_DTYPES,
     )
     gpu_memory_utilization: float = _knob(
-        0.92, "--gpu-memory-utilization", "Share of the card's total memory that this engine may take.", float,
-        minimum=0.01, maximum=1.0,
+        0.92,
+        "--gpu-memory-utilization",
+        "Share of the card's total memory that this engine may take.",
+        float,
+        minimum=0.01,
+        maximum=1.0,
     )
     max_num_seqs: int | None = _knob(
-        None, "--max-num-seqs", "Most requests in one step. Each costs logits and sampler memory.", int,
-        unit="requests", minimum=1, maximum=65536, optional=True,
+        None,
+        "--max-num-seqs",
+        "Most requests in one step. Each costs logits and sampler memory.",
+        int,
+        unit="requests",
+        minimum=1,
+        maximum=65536,
+        optional=True,
     )
     max_num_batched_tokens: int | None = _knob(
-        None, "--max-num-batched-tokens", "Most tokens in one step, over all requests. Sets the activation peak and "
-        "the size of prefill chunks.", int, unit="tokens", minimum=1, maximum=2**24, optional=True,
+        None,
+        "--max-num-batched-tokens",
+        "Most tokens in one step, over all requests. Sets the activation peak and the size of prefill chunks.",
+        int,
+        unit="tokens",
+        minimum=1,
+        maximum=2**24,
+        optional=True,
     )
     enable_chunked_prefill: bool = _knob(
-        True, "--enable-chunked-prefill", "Long prompts are computed in pieces beside running requests; without it a "
-        "prompt must fit in one step.", bool,
+        True,
+        "--enable-chunked-prefill",
+        "Long prompts are computed in pieces beside running requests; without it a prompt must fit in one step.",
+        bool,
     )
     enable_prefix_caching: bool = _knob(
-        True, "--enable-prefix-caching", "Blocks of equal prompt beginnings are shared and kept for later requests.",
+        True,
+        "--enable-prefix-caching",
+        "Blocks of equal prompt beginnings are shared and kept for later requests.",
         bool,
     )
     enforce_eager: bool = _knob(
-        False, "--enforce-eager", "No CUDA graphs: saves their memory and start-up time, costs decode speed.", bool,
+        False,
+        "--enforce-eager",
+        "No CUDA graphs: saves their memory and start-up time, costs decode speed.",
+        bool,
     )
     swap_space: float = _knob(
-        0.0, None, "Host memory for the KV of preempted requests. labkit's engine has it; vLLM dropped it in 0.18.",
-        float, unit="GiB", minimum=0.0, maximum=4096.0,
+        0.0,
+        None,
+        "Host memory for the KV of preempted requests. labkit's engine has it; vLLM dropped it in 0.18.",
+        float,
+        unit="GiB",
+        minimum=0.0,
+        maximum=4096.0,
     )
     preemption_mode: str = _knob(
-        "recompute", None, "What happens to the KV of a preempted request: computed again, or swapped to host memory.",
-        str, choices=("recompute", "swap"),
+        "recompute",
+        None,
+        "What happens to the KV of a preempted request: computed again, or swapped to host memory.",
+        str,
+        choices=("recompute", "swap"),
+    )
+    disable_hybrid_kv_cache_manager: bool = _knob(
+        False, "--disable-hybrid-kv-cache-manager", "Sliding-window layers keep KV as if they saw everything.", bool,
     )
     num_gpu_blocks_override: int | None = _knob(
-        None, "--num-gpu-blocks-override", "Number of KV blocks, instead of what memory allows.", int, unit="blocks",
-        minimum=1, maximum=2**31, optional=True,
+        None,
+        "--num-gpu-blocks-override",
+        "Number of KV blocks, instead of what memory allows.",
+        int,
+        unit="blocks",
+        minimum=1,
+        maximum=2**31,
+        optional=True,
     )
     kv_cache_memory_bytes: int | None = _knob(
-        None, "--kv-cache-memory-bytes", "Bytes of the KV cache, instead of what utilization leaves.", int,
-        unit="bytes", minimum=1, optional=True,
+        None,
+        "--kv-cache-memory-bytes",
+        "Bytes of the KV cache, instead of what utilization leaves.",
+        int,
+        unit="bytes",
+        minimum=1,
+        optional=True,
     )
     dtype: str = _knob("auto", "--dtype", "Type of weights and activations; auto is the model's.", str, choices=DTYPES)
     quantization: str | None = _knob(
-        None, "--quantization", "Weight format, where the model folder does not say it.", str, optional=True,
+        None,
+        "--quantization",
+        "Weight format, where the model folder does not say it.",
+        str,
+        optional=True,
     )
     load_format: str = _knob(
-        "auto", "--load-format", "auto reads the weights, dummy makes random ones of the same shapes.", str,
+        "auto",
+        "--load-format",
+        "auto reads the weights, dummy makes random ones of the same shapes.",
+        str,
         choices=("auto", "dummy"),
     )
     tensor_parallel_size: int = _knob(
-        1, "--tensor-parallel-size", "Cards that share each layer.", int, unit="GPUs", minimum=1, maximum=1024,
+        1,
+        "--tensor-parallel-size",
+        "Cards that share each layer.",
+        int,
+        unit="GPUs",
+        minimum=1,
+        maximum=1024,
     )
     pipeline_parallel_size: int = _knob(
-        1, "--pipeline-parallel-size", "Groups of cards that hold consecutive layers.", int, unit="GPUs", minimum=1,
+        1,
+        "--pipeline-parallel-size",
+        "Groups of cards that hold consecutive layers.",
+        int,
+        unit="GPUs",
+        minimum=1,
         maximum=1024,
     )
     data_parallel_size: int = _knob(
-        1, "--data-parallel-size", "Copies of the engine.", int, unit="copies", minimum=1, maximum=4096,
+        1,
+        "--data-parallel-size",
+        "Copies of the engine.",
+        int,
+        unit="copies",
+        minimum=1,
+        maximum=4096,
     )
     enable_expert_parallel: bool = _knob(
-        False, "--enable-expert-parallel", "Experts of a MoE layer are spread over the cards whole.", bool,
+        False,
+        "--enable-expert-parallel",
+        "Experts of a MoE layer are spread over the cards whole.",
+        bool,
     )
     cpu_memory_gib: float = _knob(
-        2.0, None, "On a machine without a GPU: the memory that stands in for the card's total.", float, unit="GiB",
-        minimum=0.01, maximum=65536.0,
+        2.0,
+        None,
+        "On a machine without a GPU: the memory that stands in for the card's total.",
+        float,
+        unit="GiB",
+        minimum=0.01,
+        maximum=65536.0,
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EngineConfig:

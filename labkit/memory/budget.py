@@ -1,0 +1,147 @@
+"""Activation peak, CUDA graphs and non-torch memory of vLLM: formulas with few constants, each with its reason.
+
+The constants are data (`vllm_constants.json`), fitted by `labkit.memory.calibrate` on start-up logs of two versions;
+a version between uses the nearest fitted one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from labkit.memory.dtypes import ELEMENT_BYTES
+from labkit.memory.rules import VersionRules
+from labkit.memory.weights import StageLayers
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.gpu_spec import GpuSpec
+from labkit.specs.model_spec import LayerSpec, ModelSpec
+
+GIB = 2**30
+MAX_CAPTURE_SIZE = 512
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The fitted constants of one version and model runner.
+
+    Attributes:
+        sampler_bytes: bytes per request and vocabulary entry while sampling (logits in fp32, their sort, its index).
+        hidden_copies: hidden-state rows of the whole batch that are alive while sampling.
+        forward_hidden: hidden-state rows per token that are alive in the widest layer of the forward pass.
+        forward_mlp: MLP-width rows alive there (gate, up and their product).
+        graph_base_gib, graph_layer_mib, graph_width: CUDA graphs: context of capture, launch parameters per layer and
+            captured size, and static buffers as a multiple of one captured batch's activations.
+        non_torch_gib: growth outside torch at one card; `non_torch_tp_gib` with tensor parallelism (NCCL buffers,
+            custom all-reduce), `non_torch_pp_gib` with pipeline stages only.
+        uncertainty: relative or absolute ± for each part.
+    """
+
+    sampler_bytes: float
+    hidden_copies: float
+    forward_hidden: float
+    forward_mlp: float
+    graph_base_gib: float
+    graph_layer_mib: float
+    graph_width: float
+    non_torch_gib: float
+    non_torch_tp_gib: float
+    non_torch_pp_gib: float
+    activation_uncertainty: float
+    graph_uncertainty_gib: float
+    source: str = ""
+
+
+@lru_cache(maxsize=1)
+def _table() -> list[dict[str, Any]]:
+    text = resources.files("labkit.memory").joinpath("vllm_constants.json").read_text(encoding="utf-8")
+    return json.loads(text)["constants"]
+
+
+@lru_cache(maxsize=128)
+def constants_for(version: tuple[int, int, int], runner: int) -> Constants:
+    """The constants of the newest fitted version that is not newer than `version`, for that model runner."""
+    values: dict[str, Any] = {}
+    for entry in _table():
+        if tuple(entry["since"]) <= version and entry["runner"] in (0, runner):
+            values.update(entry["values"])
+    return Constants(**values)
+
+
+def mlp_width(model: ModelSpec, layer: LayerSpec) -> int:
+    """Width of the dense MLP of a layer, or of the experts that every token visits."""
+    width = model.intermediate_size if layer.intermediate_size is None else layer.intermediate_size
+    if layer.num_experts and model.moe is not None:
+        return model.moe.shared_intermediate_size + (width if model.moe.dense_beside else 0)
+    return width
+
+
+def expert_workspace_bytes(model: ModelSpec, tokens: int, tp: int, element: int) -> int:
+    """The two buffers of the fused expert kernel, kept from the forward pass on.
+
+    Each token is copied to its k experts: (tokens·k, max(I, H)) and (tokens·k, max(2I, H)) elements.
+    """
+    moe = model.moe
+    if moe is None or model.weight_format.kind == "mxfp4":
+        return 0
+    width, hidden = max(1, moe.intermediate_size // tp), model.hidden_size
+    return tokens * moe.num_experts_per_tok * (max(width, hidden) + max(2 * width, hidden)) * element
+
+
+def activation_bytes(
+    model: ModelSpec, config: EngineConfig, stage: StageLayers, rules: VersionRules, dtype: str
+) -> int:
+    """The peak of torch memory over weights that the profile run sees on one rank of `stage`.
+
+    The larger of two moments: the widest layer of the forward pass over max_num_batched_tokens tokens, and sampling
+    max_num_seqs rows of the whole vocabulary with the hidden states still alive; plus the experts' workspace and,
+    between pipeline stages, the hidden states that are received or sent.
+    """
+    constants = constants_for(rules.version, rules.model_runner(model))
+    tokens, tp = config.max_num_batched_tokens or 0, config.tensor_parallel_size
+    element = ELEMENT_BYTES[dtype]
+    rows = tokens * model.hidden_size * element
+    width = max((mlp_width(model, layer) for layer in model.layers[stage.first : stage.last]), default=0)
+    gates = constants.forward_mlp if model.gated_mlp else constants.forward_mlp * 2 / 3
+    forward = tokens * element * (gates * width / tp + constants.forward_hidden * model.hidden_size)
+    sampling = 0.0
+    if stage.has_head and not model.is_embedding:
+        requests = min(config.max_num_seqs or 0, tokens)
+        sampling = constants.sampler_bytes * requests * model.vocab_size + constants.hidden_copies * rows
+    between = 2 * rows if config.pipeline_parallel_size > 1 else 0
+    return round(max(forward, sampling)) + expert_workspace_bytes(model, tokens, tp, element) + between
+
+
+def capture_sizes(config: EngineConfig, gpu: GpuSpec) -> list[int]:
+    """Batch sizes for which graphs are captured: 1, 2, 4, every 8 below 256, every 16 above."""
+    if config.enforce_eager:
+        return []
+    limit = min((config.max_num_seqs or 0) * 2, MAX_CAPTURE_SIZE)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, MAX_CAPTURE_SIZE + 1, 16)]
+    return [size for size in sizes if size <= limit]
+
+
+def graphs_bytes(
+    model: ModelSpec, gpu: GpuSpec, config: EngineConfig, stage: StageLayers, rules: VersionRules, dtype: str
+) -> int:
+    """Memory of the captured CUDA graphs on one rank: launch parameters per layer and size, and static buffers."""
+    sizes = capture_sizes(config, gpu)
+    if not sizes:
+        return 0
+    constants = constants_for(rules.version, rules.model_runner(model))
+    layers = stage.last - stage.first
+    launches = constants.graph_layer_mib * 2**20 * layers * len(sizes)
+    buffers = constants.graph_width * max(sizes) * model.hidden_size * ELEMENT_BYTES[dtype] * layers
+    return round(constants.graph_base_gib * GIB + launches + buffers)
+
+
+def non_torch_bytes(config: EngineConfig, rules: VersionRules, runner: int) -> int:
+    """Growth outside torch while profiling: workspaces of libraries, NCCL buffers with more than one card."""
+    constants = constants_for(rules.version, runner)
+    if config.tensor_parallel_size > 1:
+        return round(constants.non_torch_tp_gib * GIB)
+    if config.pipeline_parallel_size > 1:
+        return round(constants.non_torch_pp_gib * GIB)
+    return round(constants.non_torch_gib * GIB)

@@ -1,0 +1,121 @@
+"""Each part of a plan in words, with the numbers put in; the limit that binds; what was assumed."""
+
+from __future__ import annotations
+
+from labkit.format import count, memory, number
+from labkit.memory.capacity import Capacity
+from labkit.memory.kv_layout import KvLayout
+from labkit.memory.records import MemoryBreakdown
+from labkit.memory.rules import VersionRules
+from labkit.memory.stages import Calibration, RankPlan
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.model_spec import ModelSpec
+
+
+def formulas_vllm(
+    model: ModelSpec, config: EngineConfig, rules: VersionRules, rank: RankPlan, capacity: Capacity
+) -> dict[str, str]:
+    """Part → formula in words, for the binding rank."""
+    graphs = f" − CUDA graphs {memory(rank.cuda_graphs_bytes)}" if rank.graphs_inside else ""
+    where = "inside" if rank.graphs_inside else "outside"
+    layers = rank.stage.last - rank.stage.first
+    texts = {
+        "weights": f"tensors of {layers} layers on one rank of {config.tensor_parallel_size}, rounded as torch's "
+        f"allocator rounds, plus the rotary table = {memory(rank.weights_bytes)}",
+        "activation": f"the larger of the widest layer over {count(config.max_num_batched_tokens)} tokens and sampling "
+        f"{count(config.max_num_seqs)} rows of {count(model.vocab_size)} logits = {memory(rank.activation_bytes)}",
+        "workspace": f"growth outside torch with {config.tensor_parallel_size} × {config.pipeline_parallel_size} "
+        f"cards = {memory(rank.non_torch_bytes)}",
+        "cuda_graphs": "no graphs in eager mode"
+        if config.enforce_eager
+        else f"launches of {layers} layers at each capture size, and static buffers = "
+        f"{memory(rank.cuda_graphs_bytes)}, {where} the budget",
+        "kv_cache": f"{memory(rank.total_bytes)} × {config.gpu_memory_utilization:g} − weights "
+        f"{memory(rank.weights_bytes)} − activation {memory(rank.activation_bytes)} − non-torch "
+        f"{memory(rank.non_torch_bytes)}{graphs} = {memory(rank.available_kv_bytes)}",
+        "outside": f"in use before the engine's first snapshot = {memory(rank.outside_bytes)}",
+        "block_tables": f"4 B × {count(config.max_num_seqs)} requests × blocks of {count(config.max_model_len)} tokens",
+    }
+    return texts | _layout_texts(rank.layout, capacity.num_blocks) | {"tokens": _tokens_text(config, rules, capacity)}
+
+
+def formulas_labkit(
+    model: ModelSpec, config: EngineConfig, breakdown: MemoryBreakdown, layout: KvLayout, num_blocks: int
+) -> dict[str, str]:
+    """Part → formula in words, for labkit's engine on a CPU."""
+    texts = {
+        "weights": f"parameters and rotary tables in {config.dtype} = {memory(breakdown.weights_bytes)}",
+        "activation": f"the larger of the widest layer over {count(config.max_num_batched_tokens)} tokens and "
+        f"{count(config.max_num_seqs)} rows of {count(model.vocab_size)} float32 logits = "
+        f"{memory(breakdown.activation_bytes)}",
+        "block_tables": f"4 B × {count(config.max_num_seqs)} requests × blocks of the longest = "
+        f"{memory(breakdown.block_tables_bytes)}",
+        "workspace": f"scratch for the longest sequence of one layer = {memory(breakdown.workspace_bytes)}",
+        "kv_cache": f"{number(config.cpu_memory_gib)} GiB × {config.gpu_memory_utilization:g} less the other parts, in "
+        f"whole blocks = {memory(breakdown.kv_cache_bytes)}",
+        "cuda_graphs": "no CUDA graphs on a CPU",
+        "outside": "the budget is the engine's alone",
+    }
+    return texts | _layout_texts(layout, num_blocks)
+
+
+def _layout_texts(layout: KvLayout, num_blocks: int) -> dict[str, str]:
+    if not layout.groups:
+        return {"block": "no layer keeps KV"}
+    kinds = ", ".join(
+        f"{group.num_layers} {group.page.kind} layers of {memory(group.page.page_bytes)} "
+        f"({group.page.block_tokens} tokens)"
+        for group in dict.fromkeys(layout.groups)
+    )
+    waste = f", {layout.padding_layers} padding layers" if layout.padding_layers else ""
+    return {
+        "block": f"{len(layout.groups)} group(s): {kinds}{waste}; one block = {memory(layout.block_bytes)}",
+        "blocks": f"pool / block, rounded down = {count(num_blocks)}",
+    }
+
+
+def _tokens_text(config: EngineConfig, rules: VersionRules, capacity: Capacity) -> str:
+    how = {
+        "blocks": "blocks × block size",
+        "groups": "blocks / groups, rounded down, × smallest block",
+        "concurrency": "concurrency × max_model_len",
+    }[rules.printed_tokens]
+    return (
+        f"{how} = {count(capacity.tokens)}; {number(capacity.concurrency)} requests of "
+        f"{count(config.max_model_len)} tokens, as vLLM {rules.text} prints"
+    )
+
+
+def binding_limit(config: EngineConfig, ranks: list[RankPlan], binding: int, capacity: Capacity) -> str:
+    """The part or knob that sets the capacity."""
+    rank = ranks[binding]
+    if config.num_gpu_blocks_override is not None:
+        return "num_gpu_blocks_override sets the number of KV blocks"
+    if rank.total_bytes - rank.outside_bytes < rank.budget_bytes:
+        return "gpu_memory_utilization asks for more than is free on the card"
+    stage = f" on pipeline stage {binding} of {len(ranks)}" if len(ranks) > 1 else ""
+    if rank.available_kv_bytes <= 0:
+        return f"weights and activations leave nothing for KV{stage}"
+    if capacity.margin_bytes < 0:
+        return f"max_model_len: one request needs more KV than there is{stage}"
+    if capacity.concurrency > (config.max_num_seqs or 0):
+        return f"max_num_seqs: KV would hold {number(capacity.concurrency)} requests of max_model_len{stage}"
+    return f"KV blocks{stage}"
+
+
+def notes_vllm(
+    model: ModelSpec, config: EngineConfig, rules: VersionRules, rank: RankPlan, calibration: Calibration
+) -> tuple[str, ...]:
+    """What was assumed, one sentence each."""
+    notes = list(model.notes)
+    if rules.note:
+        notes.append(rules.note)
+    if calibration.source:
+        notes.append(f"calibrated by {calibration.source}")
+    blocks = {group.page.block_tokens for group in rank.layout.groups}
+    if blocks and blocks != {config.block_size}:
+        sizes = " and ".join(count(size) for size in sorted(blocks))
+        notes.append(f"block_size {config.block_size} is only a wish here: pages are unified to {sizes} tokens")
+    if rank.layout.padding_layers:
+        notes.append(f"{rank.layout.padding_layers} padding layers take pages and hold nothing")
+    return tuple(notes)

@@ -1,0 +1,236 @@
+"""How the KV cache is cut into pages, groups and blocks, for every kind of attention.
+
+Rules as vLLM's `v1/core/kv_cache_planning.py` applies them (notes/engines-and-vllm.md §3.4 and §3.5): layers of one
+kind form groups of equal layer count, all groups share one pool of block ids, and a block is as large as the largest
+group's pages together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from labkit.memory.dtypes import ELEMENT_BYTES, KvFormat
+from labkit.specs.model_spec import LayerSpec, StateSpec
+
+ALIGNMENT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class PageKind:
+    """The cache of one layer on one rank.
+
+    Attributes:
+        kind: "full", "mla", "sliding", "chunked" or "state".
+        block_tokens: tokens in one page.
+        token_bytes: bytes of one token; 0 for a state.
+        page_bytes: bytes of one page, padding included.
+        window: tokens, for "sliding" and "chunked".
+    """
+
+    kind: str
+    block_tokens: int
+    token_bytes: int
+    page_bytes: int
+    window: int = 0
+
+    def blocks_needed(self, length: int, in_flight_tokens: int, state_blocks: int) -> int:
+        """Blocks that one request of `length` tokens holds at its worst moment."""
+        if self.kind == "state":
+            return state_blocks
+        if self.kind == "sliding":
+            held = min(self.window - 1 + in_flight_tokens, length)
+            return math.ceil(held / self.block_tokens) + 1
+        held = min(self.window + in_flight_tokens, length) if self.kind == "chunked" else length
+        return math.ceil(held / self.block_tokens)
+
+
+@dataclass(frozen=True)
+class KvGroup:
+    """Layers that share one block table: `num_layers` of one kind, fewer than the group size where padded."""
+
+    page: PageKind
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """Pages, groups and blocks of one rank.
+
+    Attributes:
+        groups: the groups in order, full attention first.
+        block_bytes: bytes of one block id over the whole rank.
+        padding_layers: layers of the last groups that hold no cache but take pages.
+        state_blocks: blocks of one request in each state group.
+        in_flight_tokens: tokens that may be on their way in windowed layers.
+    """
+
+    groups: tuple[KvGroup, ...]
+    block_bytes: int
+    padding_layers: int = 0
+    state_blocks: int = 1
+    in_flight_tokens: int = 0
+
+    @property
+    def min_block_tokens(self) -> int:
+        """Tokens of the smallest block over the groups."""
+        return min((group.page.block_tokens for group in self.groups), default=1)
+
+    def blocks_per_request(self, length: int) -> int:
+        """Block ids that one request of `length` tokens takes over all groups."""
+        return sum(group.page.blocks_needed(length, self.in_flight_tokens, self.state_blocks) for group in self.groups)
+
+    def request_bytes(self, length: int) -> int:
+        """Bytes that one request of `length` tokens takes, padding layers included."""
+        return self.blocks_per_request(length) * self.block_bytes
+
+    def largest_length(self, num_blocks: int, upper: int) -> int:
+        """The largest length up to `upper` of which one request fits in `num_blocks`; 0 when none does."""
+        if not self.groups:
+            return upper
+        low, high = 0, upper
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.blocks_per_request(middle) <= num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def state_bytes(state: StateSpec, dtype: str, tensor_parallel_size: int, extra_conv_rows: int = 0) -> int:
+    """Bytes of one request's recurrent state in one layer of one rank.
+
+    `extra_conv_rows` widens the first axis of a convolution state by the draft tokens of speculative decoding.
+    """
+    total = 0
+    for index, (shape, kind, axis) in enumerate(zip(state.shapes, state.dtypes, state.tp_axes, strict=True)):
+        sizes = list(shape)
+        if axis is not None:
+            sizes[axis] = max(1, math.ceil(sizes[axis] / tensor_parallel_size))
+        if extra_conv_rows and index == 0 and state.kind in ("gdn", "mamba2"):
+            sizes[0] += extra_conv_rows
+        total += math.prod(sizes) * ELEMENT_BYTES[dtype if kind == "auto" else kind]
+    return total
+
+
+def pages_of(
+    layer: LayerSpec, fmt: KvFormat, block_size: int, tensor_parallel_size: int, windows: bool
+) -> list[PageKind]:
+    """The pages of an attention layer; `windows` False allocates windowed layers as full attention.
+
+    A sparse-attention indexer keeps one fp8 key a token with a 4-byte scale beside the layer's own cache.
+    """
+    if layer.kind == "mla":
+        token = fmt.mla_bytes(layer.kv_lora_rank + layer.qk_rope_head_dim)
+        widths = [token, layer.index_head_dim + 4] if layer.index_head_dim else [token]
+        return [PageKind("mla", block_size, width, width * block_size) for width in widths]
+    return [_dense_page(layer, fmt, block_size, tensor_parallel_size, windows)]
+
+
+def _dense_page(layer: LayerSpec, fmt: KvFormat, block_size: int, tensor_parallel_size: int, windows: bool) -> PageKind:
+    heads = max(1, layer.num_kv_heads // tensor_parallel_size)
+    v_head_dim = layer.head_dim if layer.v_head_dim is None else layer.v_head_dim
+    token = heads * fmt.head_bytes(layer.head_dim, v_head_dim)
+    if windows and layer.kind in ("sliding", "chunked") and layer.window:
+        return PageKind(layer.kind, block_size, token, token * block_size, layer.window)
+    return PageKind("full", block_size, token, token * block_size)
+
+
+def build_layout(
+    layers: Sequence[LayerSpec],
+    fmt: KvFormat,
+    *,
+    dtype: str,
+    block_size: int,
+    tensor_parallel_size: int = 1,
+    windows: bool = True,
+    group_ratio: float = 1.5,
+    state_blocks: int = 2,
+    in_flight_tokens: int = 0,
+    draft_tokens: int = 0,
+) -> KvLayout:
+    """The layout of the layers of one rank (or of all ranks, to find the groups).
+
+    Args:
+        layers: the decoder layers; those that share another's KV, encoders and mixers without state hold none.
+        windows: False where sliding layers are allocated as full attention.
+        group_ratio: the largest kind sets the group size when it is less than this times the smallest.
+        state_blocks: blocks of a request in each state group: 2 with prefix caching, else 1, plus draft tokens.
+        in_flight_tokens: max_num_batched_tokens times the batches in flight.
+    """
+    own = [layer for layer in layers if layer.shares_kv_with is None and layer.kind not in ("encoder", "none")]
+    attention = [
+        page
+        for layer in own
+        if layer.kind != "state"
+        for page in pages_of(layer, fmt, block_size, tensor_parallel_size, windows)
+    ]
+    states = [
+        state_bytes(layer.state, dtype, tensor_parallel_size, draft_tokens) for layer in own if layer.state is not None
+    ]
+    pages = _with_state_pages(attention, states, block_size)
+    counts = _count(pages)
+    if not counts:
+        return KvLayout((), 0)
+    if len({page.kind for page in counts}) == 1 and len({page.window for page in counts}) == 1:
+        return _one_group(counts, state_blocks + draft_tokens, in_flight_tokens)
+    groups, size, page_bytes = _split(_unify(counts), group_ratio)
+    padding = sum(size - group.num_layers for group in groups)
+    return KvLayout(groups, size * page_bytes, padding, state_blocks + draft_tokens, in_flight_tokens)
+
+
+def _count(pages: Iterable[PageKind]) -> dict[PageKind, int]:
+    counts: dict[PageKind, int] = {}
+    for page in pages:
+        counts[page] = counts.get(page, 0) + 1
+    return counts
+
+
+def _with_state_pages(attention: list[PageKind], states: list[int], block_size: int) -> list[PageKind]:
+    """Attention blocks grow until one page holds a state; states are padded up to that page."""
+    if not states:
+        return attention
+    largest = max(states)
+    if not attention:
+        return [PageKind("state", block_size, 0, largest) for _ in states]
+    token = max(page.token_bytes for page in attention)
+    tokens = ALIGNMENT_TOKENS * math.ceil(largest / (ALIGNMENT_TOKENS * token))
+    tokens = max(tokens, block_size)
+    grown = [
+        PageKind(page.kind, tokens, page.token_bytes, page.token_bytes * tokens, page.window) for page in attention
+    ]
+    return grown + [PageKind("state", tokens, 0, token * tokens) for _ in states]
+
+
+def _one_group(counts: dict[PageKind, int], state_blocks: int, in_flight_tokens: int) -> KvLayout:
+    """One kind of attention: one group, even where layers differ in width."""
+    block_bytes = sum(page.page_bytes * number for page, number in counts.items())
+    groups = (KvGroup(next(iter(counts)), sum(counts.values())),)
+    return KvLayout(groups, block_bytes, 0, state_blocks, in_flight_tokens)
+
+
+def _unify(counts: dict[PageKind, int]) -> dict[PageKind, int]:
+    """Equal page bytes: smaller pages take more tokens while that divides evenly, else they are padded."""
+    largest = max(page.page_bytes for page in counts)
+    unified: dict[PageKind, int] = {}
+    for page, number in counts.items():
+        factor = largest // page.page_bytes if page.kind != "state" else 1
+        tokens = page.block_tokens * factor
+        grown = PageKind(page.kind, tokens, page.token_bytes, largest, page.window)
+        unified[grown] = unified.get(grown, 0) + number
+    return unified
+
+
+def _split(counts: dict[PageKind, int], group_ratio: float) -> tuple[tuple[KvGroup, ...], int, int]:
+    """Groups of equal layer count; the smallest kind sets it, or the largest if it is hardly larger."""
+    smallest, largest = min(counts.values()), max(counts.values())
+    size = largest if largest < smallest * group_ratio else smallest
+    groups: list[KvGroup] = []
+    for page in sorted(counts, key=lambda page: page.kind not in ("full", "mla")):
+        left = counts[page]
+        while left > 0:
+            groups.append(KvGroup(page, min(size, left)))
+            left -= size
+    return tuple(groups), size, next(iter(counts)).page_bytes

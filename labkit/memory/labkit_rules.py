@@ -1,0 +1,134 @@
+"""Memory of labkit's own engine on a CPU, as its executor allocates it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from labkit.memory.dtypes import ELEMENT_BYTES, KvFormat, kv_format
+from labkit.memory.kv_layout import KvLayout, build_layout
+from labkit.memory.tensors import Sharing
+from labkit.memory.weights import StageLayers, stage_tensors
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.model_spec import LayerSpec, ModelSpec
+
+TABLE_ENTRY_BYTES = 4
+FIRST_POSITIONS = 8192
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Bytes of one engine on a CPU.
+
+    Attributes:
+        weights_bytes: tensors in the compute type and the rotary tables; formats of files are undone in loading.
+        activation_bytes: peak of a step's temporaries.
+        layout: one group of full pages: windows are exact by mask, not by freeing blocks.
+    """
+
+    weights_bytes: int
+    activation_bytes: int
+    layout: KvLayout
+
+
+def engine_parts(model: ModelSpec, config: EngineConfig) -> EngineParts:
+    """The parts that do not depend on the number of blocks; `config` is resolved."""
+    return EngineParts(
+        weights_bytes=_weights_bytes(model, config),
+        activation_bytes=_activation_bytes(model, config),
+        layout=build_layout(
+            [layer for layer in model.layers if layer.kind in ("full", "sliding", "chunked")],
+            kv_format(config.kv_cache_dtype, config.dtype),
+            dtype=config.dtype,
+            block_size=config.block_size,
+            windows=False,
+        ),
+    )
+
+
+def block_tables_bytes(config: EngineConfig, num_blocks: int) -> int:
+    """One int32 entry for each block of the longest request, for each running request."""
+    return (config.max_num_seqs or 0) * longest_table(config, num_blocks) * TABLE_ENTRY_BYTES
+
+
+def longest_table(config: EngineConfig, num_blocks: int) -> int:
+    """Blocks of the longest request that the pool can hold."""
+    return min(math.ceil((config.max_model_len or 0) / config.block_size), num_blocks)
+
+
+def scratch_bytes(model: ModelSpec, config: EngineConfig, num_blocks: int) -> int:
+    """Buffers into which one sequence's blocks are gathered: its longest table in the compute type.
+
+    Types stored otherwise need the raw rows beside it, their scales (int8) or table indices (fp8).
+    """
+    layers = [layer for layer in model.layers if layer.kind in ("full", "sliding", "chunked")]
+    if not layers:
+        return 0
+    tokens = longest_table(config, num_blocks) * config.block_size
+    element = ELEMENT_BYTES[config.dtype]
+    fmt = kv_format(config.kv_cache_dtype, config.dtype)
+    keys = max(layer.num_kv_heads * layer.head_dim for layer in layers)
+    values = max(layer.num_kv_heads * _v_dim(layer) for layer in layers)
+    total = tokens * (keys + values) * element
+    if fmt.name != config.dtype:
+        total += tokens * (keys + values) * fmt.bits // 8
+    if fmt.name == "int8_per_token_head":
+        total += tokens * max(layer.num_kv_heads for layer in layers) * 4
+    return total + (tokens * max(keys, values) * 4 if _is_float8(fmt) else 0)
+
+
+def _is_float8(fmt: KvFormat) -> bool:
+    return fmt.name in ("fp8", "fp8_e4m3", "fp8_e5m2")
+
+
+def _v_dim(layer: LayerSpec) -> int:
+    return layer.v_head_dim or layer.head_dim
+
+
+def _weights_bytes(model: ModelSpec, config: EngineConfig) -> int:
+    element = ELEMENT_BYTES[config.dtype]
+    whole = StageLayers(0, model.num_layers, model.num_layers)
+    norm_element = 4 if model.norm_offset else element
+    total = sum(
+        number * tensor.elements * (norm_element if tensor.part == "norm" else element)
+        for tensor, number in stage_tensors(model, whole, Sharing())
+        if tensor.part != "extra"
+    )
+    return total + rotary_bytes(model, config, element)
+
+
+def rotary_bytes(model: ModelSpec, config: EngineConfig, element: int) -> int:
+    """Tables of cos and signed sin, one for each distinct rotation."""
+    positions = max(min(model.max_position_embeddings, FIRST_POSITIONS), config.max_model_len or 0)
+    kinds = {
+        (layer.head_dim, layer.rope_theta, layer.kind == "sliding" and model.rope_local is not None)
+        for layer in model.layers
+        if layer.uses_rope
+    }
+    widths = sum(int(head_dim * model.rope.partial_rotary_factor) for head_dim, _, _ in kinds)
+    return positions * widths * 2 * element
+
+
+def _activation_bytes(model: ModelSpec, config: EngineConfig) -> int:
+    """The larger of two moments of a step: the widest layer, and the logits of every running request.
+
+    In a layer these rows are alive at once (T tokens): the residual before and after attention and the normed input,
+    then gate and up (2I), their product (I) and the output; or Q, K, V with their rotated copies and attention's
+    results. While sampling: hidden states and float32 logits of max_num_seqs rows.
+    """
+    element, tokens = ELEMENT_BYTES[config.dtype], config.max_num_batched_tokens or 0
+    rows = min(config.max_num_seqs or 0, tokens)
+    layer_peak = max((_layer_elements(model, layer) for layer in model.layers), default=0) * tokens * element
+    logits = rows * model.vocab_size * (4 if element == 4 else 4 + element)
+    sampling = 0 if model.is_embedding else logits + (tokens + rows) * model.hidden_size * element
+    return max(layer_peak, sampling)
+
+
+def _layer_elements(model: ModelSpec, layer: LayerSpec) -> int:
+    """Elements per token that are alive in the wider half of a layer."""
+    hidden, query = model.hidden_size, layer.num_heads * layer.head_dim
+    keys, values = layer.num_kv_heads * layer.head_dim, layer.num_kv_heads * _v_dim(layer)
+    attention = 2 * hidden + (query + keys + values) + (query + keys) * 2 + 3 * layer.num_heads * _v_dim(layer)
+    width = model.intermediate_size if layer.intermediate_size is None else layer.intermediate_size
+    mlp = 4 * hidden + (3 if model.gated_mlp else 2) * width
+    return max(attention, mlp)

@@ -1,0 +1,197 @@
+"""`plan`: what a configuration means for memory, before anything runs."""
+
+from __future__ import annotations
+
+from labkit.errors import UnknownNameError
+from labkit.memory.capacity import Capacity, binding_rank, capacity_of, judge
+from labkit.memory.dtypes import compute_dtype
+from labkit.memory.explain import binding_limit, formulas_labkit, formulas_vllm, notes_vllm
+from labkit.memory.labkit_rules import block_tables_bytes, engine_parts, scratch_bytes
+from labkit.memory.records import MemoryBreakdown, MemoryPlan, Verdict
+from labkit.memory.resolve import resolve_config
+from labkit.memory.rules import VersionRules, vllm_rules
+from labkit.memory.sglang import plan_sglang
+from labkit.memory.stages import GIB, Calibration, Overrides, RankPlan, plan_ranks
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.gpu_spec import GpuSpec
+from labkit.specs.model_spec import ModelSpec
+from labkit.text import nearest, plain
+
+ENGINES = ("labkit", "vllm", "sglang")
+LABKIT_VERSION = "0.1.0"
+
+
+def plan(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    config: EngineConfig | None = None,
+    *,
+    engine: str = "labkit",
+    engine_version: str = "0.33.0",
+    calibration: Calibration | None = None,
+    overrides: Overrides | None = None,
+) -> MemoryPlan:
+    """The memory plan of `model` on `gpu` under `config`.
+
+    Args:
+        model: what the catalogue, a folder, a config.json or a GGUF file says.
+        gpu: a card; one with `is_cpu` makes labkit's engine plan its CPU executor.
+        config: the knobs; None means all defaults.
+        engine: "labkit", "vllm" or "sglang".
+        engine_version: vLLM's version; labkit's engine on a GPU follows the same version's budget.
+        calibration: the constants of a host, from one of its start-up logs.
+        overrides: parts that are known better than the formulas give them.
+
+    Returns:
+        The plan; its configuration has every None resolved, and its parts sum to the card's total exactly.
+
+    Raises:
+        UnknownNameError: no such engine.
+        OutOfRangeError, UnsupportedError: a configuration that the engine refuses.
+    """
+    if engine not in ENGINES:
+        close = nearest(engine, ENGINES)
+        raise UnknownNameError(f"there is no engine {plain(engine, 40)!r}", works=close or ", ".join(ENGINES))
+    config = config or EngineConfig()
+    if engine == "labkit" and gpu.is_cpu:
+        return _plan_cpu(model, gpu, config)
+    if engine == "sglang":
+        return plan_sglang(model, gpu, config, overrides or Overrides())
+    rules = vllm_rules(engine_version)
+    return _plan_vllm(model, gpu, config, rules, engine, calibration or Calibration(), overrides or Overrides())
+
+
+def _plan_vllm(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    config: EngineConfig,
+    rules: VersionRules,
+    engine: str,
+    calibration: Calibration,
+    overrides: Overrides,
+) -> MemoryPlan:
+    resolved = resolve_config(model, gpu, config, rules)
+    ranks = plan_ranks(model, gpu, resolved, rules, overrides, calibration)
+    binding = binding_rank(ranks)
+    rank = ranks[binding]
+    num_blocks = resolved.num_gpu_blocks_override or rank.num_blocks
+    upper = max(model.max_position_embeddings, resolved.max_model_len or 0)
+    capacity = capacity_of(rank, num_blocks, resolved, rules, upper)
+    verdict = _verdict(rank, capacity)
+    return MemoryPlan(
+        model=model, gpu=gpu, config=resolved, engine=engine, engine_version=rules.text,
+        breakdown=_breakdown(rank, num_blocks, resolved),
+        block_bytes=rank.layout.block_bytes, num_gpu_blocks=num_blocks,
+        num_swap_blocks=_swap_blocks(resolved, rank.layout.block_bytes),
+        kv_cache_tokens=capacity.tokens, max_concurrency=capacity.concurrency,
+        max_model_len_that_fits=capacity.largest_length, verdict=verdict, margin_bytes=capacity.margin_bytes,
+        binding_limit=binding_limit(resolved, ranks, binding, capacity),
+        formulas=formulas_vllm(model, resolved, rules, rank, capacity),
+        notes=notes_vllm(model, resolved, rules, rank, calibration),
+        details={"ranks": tuple(ranks), "binding_rank": binding, "capacity": capacity, "rules": rules},
+    )  # fmt: skip
+
+
+def _verdict(rank: RankPlan, capacity: Capacity) -> Verdict:
+    """The fit check, and whether the card has the budget free and room outside it for what comes later."""
+    verdict = judge(capacity.margin_bytes, rank.uncertainty_bytes["kv_cache"])
+    if rank.total_bytes - rank.outside_bytes < rank.budget_bytes:
+        return "does not fit"
+    later = 0 if rank.graphs_inside else rank.cuda_graphs_bytes
+    room = rank.total_bytes - rank.outside_bytes - rank.budget_bytes + rank.activation_bytes
+    return "may not fit" if verdict == "fits" and later > room else verdict
+
+
+def _breakdown(rank: RankPlan, num_blocks: int, config: EngineConfig) -> MemoryBreakdown:
+    return MemoryBreakdown(
+        kind="predicted",
+        total_bytes=rank.total_bytes,
+        weights_bytes=rank.weights_bytes,
+        kv_cache_bytes=num_blocks * rank.layout.block_bytes,
+        block_tables_bytes=block_tables_bytes(config, num_blocks),
+        activation_bytes=rank.activation_bytes,
+        cuda_graphs_bytes=rank.cuda_graphs_bytes,
+        workspace_bytes=rank.non_torch_bytes,
+        outside_bytes=rank.outside_bytes,
+        uncertainty_bytes=rank.uncertainty_bytes,
+    )
+
+
+def _swap_blocks(config: EngineConfig, block_bytes: int) -> int:
+    return int(config.swap_space * GIB) // block_bytes if block_bytes else 0
+
+
+def _plan_cpu(model: ModelSpec, gpu: GpuSpec, config: EngineConfig) -> MemoryPlan:
+    resolved = resolve_config(model, gpu, config, None)
+    if resolved.dtype == "auto":
+        resolved = resolved.replace(dtype=cpu_dtype(model, config))
+    parts = engine_parts(model, resolved)
+    layout = parts.layout
+    total = int(resolved.cpu_memory_gib * GIB)
+    budget = int(total * resolved.gpu_memory_utilization)
+    left = budget - parts.weights_bytes - parts.activation_bytes
+    if resolved.kv_cache_memory_bytes is not None:
+        left = resolved.kv_cache_memory_bytes
+    num_blocks = resolved.num_gpu_blocks_override or _cpu_blocks(model, resolved, layout.block_bytes, left)
+    tables, scratch = block_tables_bytes(resolved, num_blocks), scratch_bytes(model, resolved, num_blocks)
+    length = resolved.max_model_len or 1
+    breakdown = MemoryBreakdown(
+        "predicted", total, parts.weights_bytes, num_blocks * layout.block_bytes, tables, parts.activation_bytes,
+        0, scratch, 0,
+        uncertainty_bytes={
+            "weights": parts.weights_bytes // 50, "kv_cache": 0, "block_tables": 0,
+            "activation": parts.activation_bytes // 10, "workspace": scratch // 50,
+        },
+    )  # fmt: skip
+    margin = num_blocks * layout.block_bytes - layout.request_bytes(length)
+    upper = max(model.max_position_embeddings, length)
+    overrun = breakdown.free_bytes < 0
+    return MemoryPlan(
+        model=model, gpu=gpu, config=resolved, engine="labkit", engine_version=LABKIT_VERSION, breakdown=breakdown,
+        block_bytes=layout.block_bytes, num_gpu_blocks=num_blocks,
+        num_swap_blocks=_swap_blocks(resolved, layout.block_bytes),
+        kv_cache_tokens=num_blocks * resolved.block_size,
+        max_concurrency=num_blocks / max(1, layout.blocks_per_request(length)),
+        max_model_len_that_fits=layout.largest_length(num_blocks, upper),
+        verdict="does not fit" if overrun or num_blocks == 0 else judge(margin, 0), margin_bytes=margin,
+        binding_limit=_cpu_limit(resolved, margin),
+        formulas=formulas_labkit(model, resolved, breakdown, layout, num_blocks),
+        notes=_cpu_notes(model, resolved), details={"layout": layout},
+    )  # fmt: skip
+
+
+def cpu_dtype(model: ModelSpec, config: EngineConfig) -> str:
+    """The compute type of labkit's engine on a CPU: float32 unless set, as 16-bit matrices are slower there."""
+    return "float32" if config.dtype == "auto" else compute_dtype(model, config)
+
+
+def _cpu_blocks(model: ModelSpec, config: EngineConfig, block_bytes: int, left: int) -> int:
+    """Blocks that fit with their tables and scratch, which grow with the pool up to the longest request."""
+    if not block_bytes or left <= 0:
+        return 0
+    low, high = 0, left // block_bytes
+    while low < high:
+        middle = (low + high + 1) // 2
+        beside = block_tables_bytes(config, middle) + scratch_bytes(model, config, middle)
+        if middle * block_bytes + beside <= left:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _cpu_limit(config: EngineConfig, margin: int) -> str:
+    if config.num_gpu_blocks_override is not None:
+        return "num_gpu_blocks_override sets the number of KV blocks"
+    if margin < 0:
+        return "cpu_memory_gib: the pool holds less than one request of max_model_len"
+    return "KV blocks: cpu_memory_gib times utilization, less weights and activations"
+
+
+def _cpu_notes(model: ModelSpec, config: EngineConfig) -> tuple[str, ...]:
+    notes = list(model.notes)
+    if any(layer.kind in ("sliding", "chunked") for layer in model.layers):
+        notes.append("windows are exact by mask; blocks behind a window are not freed yet, so every layer counts fully")
+    if config.kv_cache_dtype not in ("auto", config.dtype):
+        notes.append("8-bit KV saves memory on a CPU, not time: it is read back into the compute type")
+    return tuple(notes)
