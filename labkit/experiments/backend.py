@@ -1,0 +1,79 @@
+"""What a worker process holds: the interface of a backend, and how errors travel up to the notebook's process."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from labkit import errors
+from labkit.text import plain
+
+Emit = Callable[[dict[str, Any]], None]
+IsCancelled = Callable[[], bool]
+ENGINE_BACKEND = "labkit.experiments.engine_backend:EngineBackend"
+OUT_OF_MEMORY_PHRASES = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
+
+
+class Backend(Protocol):
+    """Lives in the worker; arguments and answers are plain JSON values."""
+
+    def load(self, arguments: dict[str, Any], emit: Emit, is_cancelled: IsCancelled) -> dict[str, Any]:
+        """Read the weights; what was loaded before is dropped."""
+        ...
+
+    def configure(self, arguments: dict[str, Any], emit: Emit, is_cancelled: IsCancelled) -> dict[str, Any]:
+        """Allocate for a plan; weights stay."""
+        ...
+
+    def run(self, arguments: dict[str, Any], emit: Emit, is_cancelled: IsCancelled) -> dict[str, Any]:
+        """Serve a workload, giving rows and progress to `emit`."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+def make_backend(path: str) -> Backend:
+    """The backend of the import path `module:Class`."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)()
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """`error` as an event: its class, its four parts, and for what labkit did not raise itself the last frames."""
+    if is_out_of_memory(error):
+        return {"type": "error", "kind": "out_of_memory", "message": plain(error) or "out of memory"}
+    if isinstance(error, errors.LabkitError):
+        parts = {name: getattr(error, name) for name in ("needed", "available", "works", "knob")}
+        return {"type": "error", "kind": type(error).__name__, "message": error.message, **parts}
+    frames = traceback.format_exception(type(error), error, error.__traceback__, limit=-6)
+    text = f"{type(error).__name__}: {plain(error)}"
+    return {"type": "error", "kind": "internal", "message": text, "traceback": "".join(frames)[-8000:]}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: Python's, or torch's on a CPU or a card."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and any(
+        phrase in str(error).lower() for phrase in OUT_OF_MEMORY_PHRASES
+    )
+
+
+def rebuild_error(event: Mapping[str, Any], doing: str) -> errors.LabkitError:
+    """The error that `event` describes, of one of labkit's own classes whatever the event says."""
+    message = plain(event.get("message", ""), 2000)
+    if event.get("kind") == "out_of_memory":
+        return errors.DoesNotFitError(
+            f"the worker ran out of memory {doing}: {message}",
+            works="less cpu_memory_gib, fewer max_num_batched_tokens or a smaller model; the session can go on",
+            knob="cpu_memory_gib",
+        )
+    cls = getattr(errors, str(event.get("kind")), None)
+    if not (isinstance(cls, type) and issubclass(cls, errors.LabkitError)):
+        return errors.WorkerError(f"the worker failed {doing}: {message}", works="running again")
+    parts = {name: event.get(name) for name in ("needed", "available", "works", "knob")}
+    return cls(message, **{name: None if part is None else plain(part, 2000) for name, part in parts.items()})
