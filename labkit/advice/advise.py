@@ -60,7 +60,7 @@ def advise(plan: MemoryPlan, what_if: WhatIf | None = None, *, record: RunRecord
     found = []
     for rule in RULES:
         for proposal in rule(plan, record, limit):
-            advice = _estimate(plan, proposal, what_if, tokens)
+            advice = _estimate(plan, proposal, what_if, tokens, limit)
             if advice is not None and (advice.cures or advice.gain_share > 0 or advice.gain_tokens > 0):
                 found.append(advice)
     return tuple(sorted(found, key=lambda item: (not item.cures, -item.gain_share, -item.gain_tokens, item.rule)))
@@ -86,7 +86,9 @@ def _replan(plan: MemoryPlan) -> WhatIf:
     return what_if
 
 
-def _estimate(plan: MemoryPlan, proposal: Proposal, what_if: WhatIf, tokens: float) -> Advice | None:
+def _estimate(
+    plan: MemoryPlan, proposal: Proposal, what_if: WhatIf, tokens: float, limit: BindingLimit
+) -> Advice | None:
     try:
         after = what_if(plan.config.replace(**proposal.changes))
     except LabkitError:  # a change that this model or card does not allow is no advice
@@ -112,7 +114,7 @@ def _estimate(plan: MemoryPlan, proposal: Proposal, what_if: WhatIf, tokens: flo
         reason=proposal.reason,
         risk=proposal.risk,
         evidence=evidence,
-        gain=_gain_words(cures, gain_share, gain_tokens, plan, after, (before_requests, after_requests)),
+        gain=_gain_words(cures, gain_share, gain_tokens, after, (before_requests, after_requests), limit),
         gain_share=gain_share,
         gain_tokens=gain_tokens,
         cures=cures,
@@ -125,7 +127,7 @@ def _span(before: float, after: float) -> str:
 
 
 def _gain_words(
-    cures: bool, gain_share: float, gain_tokens: int, plan: MemoryPlan, after: MemoryPlan, spans: tuple[float, float]
+    cures: bool, gain_share: float, gain_tokens: int, after: MemoryPlan, spans: tuple[float, float], limit: BindingLimit
 ) -> str:
     if cures:
         verdict = "fits then" if after.verdict == "fits" else "may fit then"
@@ -133,5 +135,6 @@ def _gain_words(
     if gain_share > 0:
         return f"at most {change(*spans)} requests at once"
     if gain_tokens > 0:
-        return f"+{count(gain_tokens)} KV tokens, which help only once KV blocks bind"
+        helps = "" if limit.name == "kv_blocks" else ", which help only once KV blocks bind"
+        return f"at most +{count(gain_tokens)} KV tokens{helps}"
     return "no gain"
