@@ -29,6 +29,8 @@ def find_model_files(source: str | os.PathLike[str]) -> Path:
     Raises:
         FileFormatError: neither a path that exists nor a hub id that is cached or reachable.
     """
+    if isinstance(source, str) and source.startswith("hub:"):
+        return _from_hub(source.removeprefix("hub:"))
     path = Path(source).expanduser()
     try:
         if path.exists():
@@ -41,6 +43,8 @@ def find_model_files(source: str | os.PathLike[str]) -> Path:
 
 
 def _from_hub(hub_id: str) -> Path:
+    if not _HUB_ID.fullmatch(hub_id):
+        raise FileFormatError(f"{plain(hub_id, 200)!r} is no hub id", works="owner/name")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
