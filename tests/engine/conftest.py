@@ -1,0 +1,103 @@
+"""Tiny random models, plans without memory behind them, and a plain greedy loop to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from labkit.engine import Engine, EngineRequest, RequestOutput, SamplingParams
+from labkit.engine.simulation import bare_plan
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.model_spec import LayerSpec, ModelSpec
+
+
+def _tiny_spec(**changes) -> ModelSpec:
+    layer = LayerSpec(kind="full", num_heads=4, num_kv_heads=2, head_dim=8)
+    fields = {
+        "name": "tiny",
+        "architecture": "LlamaForCausalLM",
+        "model_type": "llama",
+        "layers": (layer, layer),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "vocab_size": 101,
+        "max_position_embeddings": 512,
+        "dtype": "float32",
+        "eos_token_ids": (0,),
+    }
+    return ModelSpec(**{**fields, **changes})
+
+
+@pytest.fixture(scope="session")
+def tiny_spec() -> Callable[..., ModelSpec]:
+    return _tiny_spec
+
+
+@pytest.fixture(scope="session")
+def tiny_decoder(one_thread):
+    """A decoder with random weights that are large enough to make greedy choices clear."""
+    from labkit.models.loading import load_model_weights
+
+    def make(spec: ModelSpec | None = None, dtype: str = "float32"):
+        decoder = load_model_weights(spec or _tiny_spec(), dtype=dtype, load_format="dummy")
+        generator = one_thread.Generator().manual_seed(5)
+        for tensor in decoder.weights.tensors():
+            if tensor.dim() == 2:
+                noise = one_thread.randn(tensor.shape, generator=generator) * tensor.shape[1] ** -0.5
+                tensor.copy_(noise.to(tensor.dtype))
+        return decoder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_plan():
+    def make(model: ModelSpec | None = None, blocks: int = 64, swap: int = 0, **config):
+        defaults = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 4}
+        return bare_plan(model or _tiny_spec(), EngineConfig(**{**defaults, **config}), blocks, swap)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def drain():
+    """Step until nothing is left, balancing the books each time; outputs by request id."""
+
+    def run(engine: Engine, max_steps: int = 5000) -> dict[int, RequestOutput]:
+        finished = {}
+        for _ in range(max_steps):
+            if not engine.has_unfinished:
+                return finished
+            finished |= {output.request_id: output for output in engine.step().finished}
+            engine.check()
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def greedy_tokens(one_thread):
+    """Greedy output of one prompt by computing everything anew at each token, without a cache."""
+
+    def run(decoder, prompt: tuple[int, ...], count: int) -> list[int]:
+        from labkit.models.attention import DenseAttention
+
+        tokens = list(prompt)
+        for _ in range(count):
+            attention = DenseAttention(decoder.spec, [len(tokens)])
+            hidden = decoder.forward(one_thread.tensor(tokens), one_thread.arange(len(tokens)), attention)
+            tokens.append(int(decoder.logits(hidden[-1:]).argmax()))
+        return tokens[len(prompt) :]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def greedy_request():
+    def make(request_id: int, prompt: tuple[int, ...], max_tokens: int, **sampling) -> EngineRequest:
+        return EngineRequest(
+            request_id, prompt, SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True, **sampling})
+        )
+
+    return make
