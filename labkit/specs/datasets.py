@@ -22,6 +22,7 @@ class Dataset:
         source, licence: where the numbers come from.
         title: what the traffic is, in a few words.
         note: what to know before using it; empty for nothing.
+        step: what was done to the source before it came here; empty for a mere change of form.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Dataset:
     licence: str
     title: str
     note: str = ""
+    step: str = ""
 
 
 _AZURE = "Azure/AzurePublicDataset@b469a113cedc, Patel et al., Splitwise, ISCA 2024"
@@ -49,7 +51,7 @@ _DATASETS = (
     Dataset(
         "servegen-deepseek-r1", "servegen-deepseek-r1-sampled.csv.gz",
         "sampled from alibaba/ServeGen@f891d1189eb3, arXiv 2505.09999", "Apache-2.0", "Reasoning: long out",
-        "sampled with seed 20261130 from the published rates and length histograms",
+        step="sampled with seed 20261130 from the published rates and length histograms",
     ),
     Dataset(
         "arxiv-summarization", "arxiv-summarization-lengths.csv.gz", "microsoft/vidur@7d47513363ec", "MIT",

@@ -9,8 +9,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from labkit.errors import FileFormatError, LabkitError, UnknownNameError
+from labkit.errors import FileFormatError, UnknownNameError
 from labkit.specs.config_fields import parse_config, read_config_file
+from labkit.specs.hub_probe import hub_answers
 from labkit.specs.model_catalogue import catalogue_model, find_name, model_names
 from labkit.specs.model_config import model_from_config
 from labkit.specs.model_spec import ModelSpec
@@ -172,11 +173,9 @@ def _hub_file(name: str, file: str) -> tuple[str | None, str]:
         cached = try_to_load_from_cache(name, file)
         if isinstance(cached, str):
             return cached, ""
-        if os.environ.get("HF_HUB_OFFLINE", "").casefold() in ("1", "true", "yes", "on"):
-            return None, "the hub is switched off (HF_HUB_OFFLINE)"
+        if not hub_answers():
+            return None, "the hub is switched off or cannot be reached"
         return hf_hub_download(name, file, etag_timeout=5), ""
-    except LabkitError:
-        raise
     except Exception as error:
         # The hub library raises a dozen kinds of its own and its network layer's errors; all mean "not there".
         return None, f"the hub gave {type(error).__name__}"

@@ -70,11 +70,7 @@ def _read_gpu(library: Any, index: int) -> GpuSpec | None:
     base = catalogue_gpu(known) if known is not None else None
     if total is None and base is None:
         return None
-    visible = base.total_bytes if base is not None else (total or 0) - (reserved or 0)
-    if base is not None and total is not None and base.nvidia_smi_total_bytes:
-        # A MIG slice or another variant of the card has another total: then only NVML's own figure holds.
-        if abs(total - base.nvidia_smi_total_bytes) > base.nvidia_smi_total_bytes * 0.02:
-            visible = total - (reserved or 0)
+    visible = _visible_bytes(base, total, reserved)
     spec = base if base is not None else GpuSpec(name=plain(name, 80), total_bytes=visible)
     capability = _value(library, "nvmlDeviceGetCudaComputeCapability", handle)
     return replace(
@@ -86,6 +82,15 @@ def _read_gpu(library: Any, index: int) -> GpuSpec | None:
         origin="nvml",
         uuid=_text(_value(library, "nvmlDeviceGetUUID", handle)) or None,
     )
+
+
+def _visible_bytes(base: GpuSpec | None, total: int | None, reserved: int | None) -> int:
+    """What CUDA will report: a MIG slice or another variant has a total of its own, and then only NVML's holds."""
+    if base is not None and (total is None or base.nvidia_smi_total_bytes is None):
+        return base.total_bytes
+    if base is not None and abs(total - base.nvidia_smi_total_bytes) <= base.nvidia_smi_total_bytes * 0.02:  # type: ignore[operator]
+        return base.total_bytes
+    return (total or 0) - (reserved or 0)
 
 
 def _read_memory(library: Any, handle: Any) -> tuple[int | None, int | None, int | None]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RequestSpec:
     """One request of a trace.
 
@@ -42,3 +43,22 @@ class Workload:
     licence: str = ""
     steps: tuple[str, ...] = ()
     seed: int = 0
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first arrival to the last; 0 for no requests."""
+        return self.requests[-1].arrival_s - self.requests[0].arrival_s if self.requests else 0.0
+
+    @property
+    def input_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(request.input_tokens for request in self.requests)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of all outputs."""
+        return sum(request.output_tokens for request in self.requests)
+
+    def with_requests(self, requests: Iterable[RequestSpec], step: str) -> Workload:
+        """The same traffic with other `requests`, and `step` added to what was done to it."""
+        return replace(self, requests=tuple(requests), steps=(*self.steps, step))
