@@ -208,7 +208,7 @@ def _read_array(cursor: _Cursor, key: str) -> Any:
         return values
     if count and values.max() > 1:
         raise cursor.error(key, str(values.max()), "0 or 1 for a bool")
-    return values.astype(bool)
+    return values.view(bool)
 
 
 def _read_tensor(cursor: _Cursor, index: int) -> tuple[str, tuple[int, ...], str, int, int]:
