@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from labkit.errors import FileFormatError
 from labkit.text import plain
@@ -34,7 +34,7 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
         with path.open("rb") as raw:
             is_gzip = raw.read(2) == _GZIP_MAGIC
             raw.seek(0)
-            with gzip.GzipFile(fileobj=raw) if is_gzip else raw as file:
+            with cast("IO[bytes]", gzip.GzipFile(fileobj=raw) if is_gzip else raw) as file:
                 yield from _decoded(file, name)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise FileFormatError(f"{name} is a damaged or truncated gzip file: {plain(error)}") from error

@@ -135,7 +135,7 @@ def _csv_rows(
             )
         place = _Place(name, number)
         input_tokens = _read_tokens(cells[inputs], place, columns[inputs])
-        blocks = ()
+        blocks: tuple[tuple[int, int], ...] = ()
         if prefixes is not None:
             blocks = _read_ranges(cells[prefixes], place, columns[prefixes], -(-input_tokens // form.block_tokens))
             ranges_left -= len(blocks)
