@@ -24,12 +24,17 @@ class KnobAxis:
 
 def varied_knob(records: Sequence[RunRecord]) -> str | None:
     """The knob with the most different values over the runs' resolved settings; None where all are equal."""
-    distinct = {
-        entry.name: len({getattr(record.config, entry.name) for record in records})
-        for entry in dataclasses.fields(EngineConfig)
-    }
-    name = max(distinct, key=lambda knob: distinct[knob])
-    return name if distinct[name] > 1 else None
+    names = varied_knobs(records)
+    return max(names, key=lambda name: _num_values(records, name)) if names else None
+
+
+def varied_knobs(records: Sequence[RunRecord]) -> tuple[str, ...]:
+    """Every knob in which the runs' resolved settings differ, in the order of the fields."""
+    return tuple(entry.name for entry in dataclasses.fields(EngineConfig) if _num_values(records, entry.name) > 1)
+
+
+def _num_values(records: Sequence[RunRecord], knob: str) -> int:
+    return len({getattr(record.config, knob) for record in records})
 
 
 def knob_axis(records: Sequence[RunRecord], knob: str | None = None) -> KnobAxis:

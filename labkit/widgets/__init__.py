@@ -1,0 +1,19 @@
+"""The panel in the notebook: widgets that read and set values; all work happens in the rooms below."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Panel", "bench_panel"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Panel":
+        from labkit.widgets.panel import Panel
+
+        return Panel
+    if name == "bench_panel":
+        from labkit.widgets.bench import bench_panel
+
+        return bench_panel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,310 @@
+"""`Panel`: the lab on one screen. It reads and sets widgets; every number comes from the rooms below."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ipywidgets as ipw
+
+from labkit import format as fmt
+from labkit.advice.advise import Advice, advise, headline
+from labkit.advice.command import vllm_command
+from labkit.advice.limit import binding_limit
+from labkit.errors import LabkitError
+from labkit.figures import live, run_table
+from labkit.figures.next_steps import get_next_steps_info
+from labkit.measure.run_record import RunRecord
+from labkit.memory.records import MemoryPlan
+from labkit.specs.engine_config import EngineConfig
+from labkit.text import plain
+from labkit.widgets.knobs import KnobSet
+from labkit.widgets.parts import DataTable, PlotlyLibrary, Screen, TextLine
+from labkit.widgets.pictures import Look, Pictures
+from labkit.widgets.run_bar import RunBar
+from labkit.widgets.run_control import Outcome, RunControl, RunView, SessionLike
+
+LIVE_POINTS = 400
+MAX_ADVICE = 3
+GAINS_DELAY_S = 0.15
+
+
+class Panel(ipw.VBox):
+    """Knobs, memory bar, charts and runs of one session; shows itself as the last line of a cell.
+
+    Args:
+        session: a `labkit.Session`, or anything that is a `SessionLike`.
+        config: settings to begin with; vLLM's defaults where None.
+
+    Attributes:
+        knobs: `panel.knobs["block_size"].value = 32` is the same as turning the knob.
+        plan: the plan of the settings as they stand; None while they cannot be planned.
+    """
+
+    def __init__(self, session: SessionLike, config: EngineConfig | None = None) -> None:
+        self.session, self.plan = session, None
+        self._lock = threading.RLock()
+        self._generation = 0
+        self._advice: tuple[Advice, ...] = ()
+        self._live = live.LiveRun(1, LIVE_POINTS)
+        self._records: tuple[RunRecord, ...] = ()
+        self._chosen_id: str | None = None
+        self._baseline_id: str | None = None
+        self._gains_thread: threading.Thread | None = None
+        self.screen, self.answer = Screen(), TextLine(role="status", classes=("lk-answer",))
+        self.stale = TextLine(classes=("lk-stale",))
+        self.advice_lines = [TextLine(classes=("lk-advice",)) for _ in range(MAX_ADVICE)]
+        self.knob_set = KnobSet(config or EngineConfig(), is_cpu=session.gpu.is_cpu, on_change=self._replan)
+        self.pictures, self.run_bar = Pictures(), RunBar()
+        self.runs = DataTable(selectable=True, empty_text="No run yet: press Run to try these settings.")
+        self.control = RunControl(session, self)
+        super().__init__(self._layout())
+        self.add_class("lk-panel")
+        self._connect()
+        self.refresh()
+        self.pictures.show_live(self._live.info())
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """The knob widgets by vLLM's names."""
+        return self.knob_set.controls
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings as they stand, None where left to the rules."""
+        return self.knob_set.config
+
+    def _layout(self) -> list[ipw.Widget]:
+        right = ipw.VBox([self.pictures.view_of()])
+        main = ipw.Box([self.knob_set.view(), right])
+        main.add_class("lk-main")
+        return [PlotlyLibrary(), self.screen, self.answer, *self.advice_lines, self.run_bar.view(), self.stale, main,
+                TextLine(text="Runs", classes=("lk-title",)), self.runs]  # fmt: skip
+
+    def _connect(self) -> None:
+        bar, pictures = self.run_bar, self.pictures
+        bar.connect(run=self.run, cancel=self.cancel, sweep=self.sweep, report=self.report,
+                    command=self.show_command, pin=self.pin)  # fmt: skip
+        pictures.tabs.observe(lambda _: self._draw_tab(), "value")
+        pictures.view.observe(lambda _: self._draw_tab(), "value")
+        pictures.chart.on_run_click(self.choose)
+        self.runs.observe(self._row_chosen, "selected")
+        self.screen.observe(self._relook, ["theme", "narrow"])
+        self.answer.on_press(lambda _: self.apply(0))
+        for index, line in enumerate(self.advice_lines, start=1):
+            line.on_press(lambda _, at=index: self.apply(at))
+
+    # settings
+
+    def _replan(self, config: EngineConfig) -> None:
+        with self._lock:
+            self._generation += 1
+            try:
+                plan = self.session.plan(config)
+            except LabkitError as error:
+                self._show_plan_error(error)
+                return
+            self.plan = plan
+            self.knob_set.clear_errors()
+            for control in self.knobs.values():
+                control.show_plan(plan)
+            self._show_plan(plan)
+        self._gains_later()
+
+    def _show_plan_error(self, error: LabkitError) -> None:
+        self.plan, self._advice = None, ()
+        self.knob_set.show_error(error)
+        self.answer.say(str(error), "bad", heading=self._subject())
+        self.stale.say("The memory bar shows the last settings that could be planned.", "warn")
+        for line in self.advice_lines:
+            line.say("")
+
+    def _show_plan(self, plan: MemoryPlan) -> None:
+        record = self._matching(plan)
+        self.pictures.show_memory(plan, record, self._by_id(self._baseline_id))
+        self._advice = advise(plan, self.session.plan, record=record)
+        limit = binding_limit(plan, record)
+        best = self._advice[0] if self._advice else None
+        level = {"fits": "ok", "may not fit": "warn"}.get(plan.verdict, "bad")
+        self.answer.say(headline(plan, limit, best), level, heading=self._subject(), buttons=["Apply"] if best else [])
+        if plan.verdict == "does not fit" and plan.max_model_len_that_fits > 0:
+            self.knobs["max_model_len"].error = f"largest that fits: {fmt.count(plan.max_model_len_that_fits)} tokens"
+        for index, line in enumerate(self.advice_lines, start=1):
+            self._show_advice(line, index)
+        self._show_stale(plan)
+
+    def _show_advice(self, line: TextLine, index: int) -> None:
+        if index >= len(self._advice):
+            line.say("")
+            return
+        advice = self._advice[index]
+        words = f"{advice.title}: {advice.gain}. {advice.reason}"
+        evidence = "\n".join(f"{entry.label}: {entry.value}" for entry in advice.evidence)
+        line.say(words, buttons=["Apply"], summary="numbers and risk", details=f"{evidence}\nRisk: {advice.risk}")
+
+    def _show_stale(self, plan: MemoryPlan) -> None:
+        chosen = self._by_id(self._chosen_id)
+        differing = chosen.plan.config.differences(plan.config) if chosen else {}
+        if not chosen or not differing:
+            self.stale.say("")
+            return
+        names = ", ".join(differing)
+        self.stale.say(f"The results shown are for other settings ({names}): press Run, or Undo.", "warn")
+
+    def _subject(self) -> str:
+        names = (self.session.model.name, self.session.gpu.name, getattr(self.session.workload, "name", ""))
+        return " · ".join(plain(name, 60) for name in names if name)
+
+    def apply(self, index: int) -> None:
+        """Set the knobs of advice `index` (0 is the one in the answer); one step of undo."""
+        if index < len(self._advice):
+            self.knob_set.set(**self._advice[index].changes)
+
+    def _gains_later(self) -> None:
+        generation = self._generation
+        self._gains_thread = threading.Thread(target=self._show_gains, args=(generation,), daemon=True)
+        self._gains_thread.start()
+
+    def _show_gains(self, generation: int) -> None:
+        threading.Event().wait(GAINS_DELAY_S)
+        for control in self.knobs.values():
+            with self._lock:
+                if generation != self._generation or self.plan is None:
+                    return
+                control.show_gains(get_next_steps_info(control.knob, self.plan, self.config, self.session.plan))
+
+    def settle(self, timeout_s: float = 10.0) -> None:
+        """Wait until what follows a change in the background is on the screen."""
+        if self._gains_thread is not None:
+            self._gains_thread.join(timeout_s)
+
+    # runs
+
+    def run(self) -> None:
+        """Run the settings as they stand."""
+        self._start([self.config])
+
+    def sweep(self) -> None:
+        """Run the chosen knob's values one after another."""
+        try:
+            changes = self.run_bar.sweep_values()
+            configs = [self.config.replace(**change) for change in changes]
+        except LabkitError as error:
+            self.run_bar.status.say(str(error), "bad")
+            return
+        self._start(configs)
+
+    def _start(self, configs: Sequence[EngineConfig]) -> None:
+        if self.control.is_running:
+            return
+        with self._lock:
+            self.run_bar.set_running(True)
+            self.run_bar.status.say("starting", role="status")
+            self.pictures.tabs.value = "Live"
+        if not self.control.start(configs):
+            self.run_bar.set_running(self.control.is_running)
+
+    def cancel(self) -> None:
+        """End the run in progress; what it measured so far is kept."""
+        self.control.cancel()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end of the runs; True where none is in progress."""
+        return self.control.wait(timeout_s)
+
+    def begin(self, plan: MemoryPlan, view: RunView) -> None:
+        """A run begins: the live chart starts empty."""
+        with self._lock:
+            self._live = live.LiveRun(plan.num_gpu_blocks, LIVE_POINTS)
+
+    def update(self, steps: Sequence[dict[str, Any]], view: RunView) -> None:
+        """Steps were made: live chart, numbers and progress."""
+        with self._lock:
+            for step in steps:
+                self._live.add(step)
+            info = self._live.info()
+            if steps:
+                self.pictures.show_live(info)
+            self.run_bar.show_progress(view, live.caption(info) if info.running.x else "")
+
+    def end(self, outcome: Outcome) -> None:
+        """All runs are over: table, charts, and the error if there was one, said in words."""
+        with self._lock:
+            self.refresh(chosen=outcome.records[-1].run_id if outcome.records else None)
+            self.run_bar.show_outcome(outcome)
+            if outcome.error is not None:
+                self.knob_set.show_error(outcome.error)
+            self.run_bar.set_running(False)
+
+    # what is shown
+
+    def refresh(self, chosen: str | None = None) -> None:
+        """Read the session's runs again and redraw everything."""
+        with self._lock:
+            self._records = tuple(self.session.records())
+            if chosen is not None or self._by_id(self._chosen_id) is None:
+                self._chosen_id = chosen or (self._records[-1].run_id if self._records else None)
+            self._draw_runs()
+            self._draw_tab()
+            self._replan(self.config)
+
+    def choose(self, run_id: str) -> None:
+        """Show the run `run_id`: its row, its charts, whether it fits the settings."""
+        with self._lock:
+            if self._by_id(run_id) is None:
+                return
+            self._chosen_id = run_id
+            self._draw_runs()
+            self._draw_tab()
+            if self.plan is not None:
+                self._show_plan(self.plan)
+
+    def pin(self) -> None:
+        """Make the chosen run the baseline; again, to have none."""
+        with self._lock:
+            self._baseline_id = None if self._baseline_id == self._chosen_id else self._chosen_id
+            self._draw_runs()
+            if self.plan is not None:
+                self._show_plan(self.plan)
+
+    def show_command(self) -> None:
+        """The `vllm serve` command of the settings, ready to copy."""
+        model = self.session.model.source or self.session.model.name
+        self.run_bar.show_command(lambda: vllm_command(model, self.config))
+
+    def report(self) -> None:
+        """Write the report of the session and say where it lies."""
+        make: Callable[[], Any] | None = getattr(self.session, "report", None)
+        self.run_bar.show_report(make)
+
+    def _row_chosen(self, change: dict[str, Any]) -> None:
+        if 0 <= change["new"] < len(self._records):
+            self.choose(self._records[change["new"]].run_id)
+
+    def _draw_runs(self) -> None:
+        info = run_table.get_run_table_info(self._records, self._baseline_id)
+        ids = [row.run_id for row in info.rows]
+        with self.runs.hold_sync():
+            self.runs.show(run_table.table(info), run_table.sort_keys(info))
+            self.runs.pinned = [info.baseline_index] if info.baseline_index is not None else []
+            self.runs.selected = ids.index(self._chosen_id) if self._chosen_id in ids else -1
+
+    def _draw_tab(self) -> None:
+        with self._lock:
+            self.pictures.show_tab(self._records, self._by_id(self._chosen_id))
+            self.pictures.show_live(self._live.info())
+
+    def _relook(self, change: dict[str, Any]) -> None:
+        with self._lock:
+            self.pictures.look = Look(self.screen.theme, self.screen.narrow)
+            self._draw_tab()
+            if self.plan is not None:
+                self._show_plan(self.plan)
+
+    def _by_id(self, run_id: str | None) -> RunRecord | None:
+        return next((record for record in self._records if record.run_id == run_id), None)
+
+    def _matching(self, plan: MemoryPlan) -> RunRecord | None:
+        same = [record for record in self._records if record.plan.config == plan.config and record.measured is not None]
+        return same[-1] if same else None

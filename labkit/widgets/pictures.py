@@ -1,0 +1,113 @@
+"""The right side of the panel: the memory bar, and below it one chart that the tabs take turns on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ipywidgets as ipw
+import plotly.graph_objects as go
+
+from labkit.figures import block_map, kv_over_time, l2, latency, live, memory_breakdown, pareto, requests, throughput
+from labkit.figures.tables import Table
+from labkit.measure.run_record import RunRecord
+from labkit.memory.records import MemoryPlan
+from labkit.widgets.parts import Chart, DataTable, TextLine
+
+TABS = ("Live", "Throughput and latency", "L2 and bandwidth", "KV over time", "Blocks", "Requests")
+VIEWS = ("throughput against a knob", "latency against a knob", "throughput against latency")
+
+
+@dataclass(frozen=True)
+class Look:
+    """How to draw: the theme, and whether the page has room for one plot a row only."""
+
+    theme: str = "light"
+    narrow: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawn figure with its sentence and its table."""
+
+    figure: go.Figure
+    caption: str
+    table: Table | None = None
+
+
+def draw_tab(tab: str, view: str, records: Sequence[RunRecord], chosen: RunRecord | None, look: Look) -> Picture:
+    """What `tab` shows: of all runs for the comparing tabs, of the chosen run for the others."""
+    if tab == "KV over time":
+        return _one(kv_over_time, kv_over_time.get_kv_over_time_info(chosen), look)
+    if tab == "Blocks":
+        return _one(block_map, block_map.get_block_map_info(chosen), look)
+    if tab == "L2 and bandwidth":
+        return _one(l2, l2.get_l2_info(records[-6:]), look)
+    if tab == "Requests":
+        others = [record for record in records[-3:] if record is not chosen]
+        return _one(requests, requests.get_requests_info([chosen, *others] if chosen else []), look)
+    if view == "latency against a knob":
+        return _one(latency, latency.get_latency_info(records), look)
+    if view == "throughput against latency":
+        return _one(pareto, pareto.get_pareto_info(records), look)
+    return _one(throughput, throughput.get_throughput_info(records), look)
+
+
+def _one(room: Any, info: Any, look: Look) -> Picture:
+    draw: Callable[..., go.Figure] = getattr(room, f"draw_{room.__name__.rsplit('.', 1)[-1]}")
+    takes_narrow = "narrow" in draw.__code__.co_varnames[: draw.__code__.co_argcount]
+    figure = draw(info, look.theme, narrow=look.narrow) if takes_narrow else draw(info, look.theme)
+    return Picture(figure, room.caption(info), room.table(info))
+
+
+class Pictures:
+    """Widgets of the right side. Nothing here decides what to show; the panel says it."""
+
+    def __init__(self) -> None:
+        self.look = Look()
+        self.memory = Chart()
+        self.memory_caption = TextLine(classes=("lk-caption",))
+        self.memory_table = DataTable(folded="parts and errors as a table")
+        self.tabs = ipw.ToggleButtons(options=TABS, value=TABS[0])
+        self.view = ipw.Dropdown(options=VIEWS, value=VIEWS[0])
+        self.view.layout.display = "none"
+        self.chart = Chart()
+        self.caption = TextLine(classes=("lk-caption",))
+        self.table = DataTable(folded="the numbers as a table")
+        self.tabs.observe(self._show_view, "value")
+
+    def view_of(self) -> ipw.VBox:
+        """All of it in one column."""
+        column = ipw.VBox(
+            [self.memory, self.memory_caption, self.memory_table, self.tabs, self.view, self.chart, self.caption,
+             self.table]
+        )  # fmt: skip
+        column.add_class("lk-column")
+        return column
+
+    def _show_view(self, change: dict[str, Any]) -> None:
+        self.view.layout.display = "" if change["new"] == "Throughput and latency" else "none"
+
+    def show_memory(self, plan: MemoryPlan, record: RunRecord | None, baseline: RunRecord | None) -> None:
+        """Redraw the memory bar; `record` only where it ran with the settings of `plan`."""
+        info = memory_breakdown.get_memory_breakdown_info(plan, record, baseline)
+        sentence = memory_breakdown.caption(info)
+        self.memory.show(memory_breakdown.draw_memory_breakdown(info, self.look.theme), sentence)
+        self.memory_caption.say(sentence)
+        self.memory_table.show(memory_breakdown.table(info))
+
+    def show_tab(self, records: Sequence[RunRecord], chosen: RunRecord | None) -> None:
+        """Redraw the tab that is open, from finished or broken-off runs; the live one redraws itself."""
+        if self.tabs.value != "Live":
+            self._show(draw_tab(self.tabs.value, self.view.value, records, chosen, self.look))
+
+    def show_live(self, info: live.LiveInfo) -> None:
+        """Redraw the live chart where its tab is open."""
+        if self.tabs.value == "Live":
+            self._show(Picture(live.draw_live(info, self.look.theme), live.caption(info)))
+
+    def _show(self, picture: Picture) -> None:
+        self.chart.show(picture.figure, picture.caption)
+        self.caption.say(picture.caption)
+        self.table.show(picture.table or Table((), ()))

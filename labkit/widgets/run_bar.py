@@ -1,0 +1,149 @@
+"""The buttons of the panel, its status line, the command and the report."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ipywidgets as ipw
+
+from labkit import format as fmt
+from labkit.errors import LabkitError, OutOfRangeError
+from labkit.specs.engine_config import EngineConfig
+from labkit.text import plain
+from labkit.widgets.parts import TextLine
+from labkit.widgets.run_control import Outcome, RunView
+
+SWEEPS = {
+    "block_size": "8, 16, 32, 64",
+    "max_num_seqs": "4, 16, 64",
+    "max_num_batched_tokens": "256, 1024, 4096",
+    "kv_cache_dtype": "auto, fp8",
+    "enable_prefix_caching": "on, off",
+    "enable_chunked_prefill": "on, off",
+}
+MAX_SWEEP = 50
+
+
+class RunBar:
+    """Buttons and lines; what they do is connected by the panel."""
+
+    def __init__(self) -> None:
+        self.run = ipw.Button(description="Run", button_style="primary")
+        self.cancel = ipw.Button(description="Cancel", disabled=True)
+        self.sweep = ipw.Button(description="Sweep")
+        self.sweep_knob = ipw.Dropdown(options=list(SWEEPS), description="over", style={"description_width": "initial"})
+        self.sweep_text = ipw.Text(value=SWEEPS["block_size"], description="values",
+                                   style={"description_width": "initial"})  # fmt: skip
+        self.report = ipw.Button(description="Report")
+        self.command = ipw.Button(description="Copy command")
+        self.pin = ipw.Button(description="Pin as baseline")
+        self.status = TextLine(role="status")
+        self.command_line = TextLine(classes=("lk-command",))
+        self.sweep_knob.observe(self._prefill, "value")
+
+    def view(self) -> ipw.VBox:
+        """Buttons in a row that wraps, the lines below."""
+        row = ipw.Box([self.run, self.cancel, self.sweep, self.sweep_knob, self.sweep_text, self.report, self.command,
+                       self.pin])  # fmt: skip
+        row.add_class("lk-bar")
+        column = ipw.VBox([row, self.status, self.command_line])
+        column.add_class("lk-column")
+        return column
+
+    def connect(self, **handlers: Callable[[], None]) -> None:
+        """Call the handler named like a button when that is pressed."""
+        for name, handle in handlers.items():
+            getattr(self, name).on_click(lambda _, call=handle: call())
+
+    def _prefill(self, change: dict[str, Any]) -> None:
+        self.sweep_text.value = SWEEPS[change["new"]]
+
+    def sweep_values(self) -> list[dict[str, Any]]:
+        """One change of settings for each value that the user typed.
+
+        Raises:
+            LabkitError: a value that the knob does not take; nothing or too much to run.
+        """
+        knob = next(entry for entry in EngineConfig.knobs() if entry.name == self.sweep_knob.value)
+        words = [word.strip() for word in self.sweep_text.value.split(",") if word.strip()]
+        if not 1 <= len(words) <= MAX_SWEEP:
+            raise OutOfRangeError(
+                f"a sweep takes 1 to {MAX_SWEEP} values, separated by commas", works="8, 16, 32", knob=knob.name
+            )
+        return [{knob.name: knob.check(_value(knob.kind, word))} for word in words]
+
+    def set_running(self, running: bool) -> None:
+        """Run and Sweep rest while a run is in progress; Cancel only then acts."""
+        self.run.disabled = self.sweep.disabled = running
+        self.cancel.disabled = not running
+
+    def show_progress(self, view: RunView, live_words: str) -> None:
+        """Phase, count, elapsed and remaining time, then the live numbers."""
+        now = time.monotonic()
+        head = f"Run {view.run_index + 1} of {view.num_runs}, " if view.num_runs > 1 else ""
+        words = f"{head}{'cancelling' if view.cancelling else view.phase}"
+        if view.total:
+            words += f": {fmt.count(view.done)} of {fmt.count(view.total)} requests"
+        words += f", {fmt.duration(round(view.elapsed_s(now), 1))} elapsed"
+        remaining = view.remaining_s(now)
+        words += f", about {fmt.duration(round(remaining, 1))} left" if remaining is not None else ""
+        share = view.done / view.total if view.total else None
+        self.status.say(f"{words}. {live_words}".strip(), progress=share, details="\n".join(view.log), summary="log",
+                        role="")  # fmt: skip
+
+    def show_outcome(self, outcome: Outcome) -> None:
+        """How it ended, in words; what came out stays."""
+        kept = f" {fmt.count(len(outcome.records))} finished before it are kept." if len(outcome.records) > 1 else ""
+        if outcome.error is not None:
+            log = outcome.details or self.status.details
+            self.status.say(f"{outcome.error}.{kept}", "bad", details=log, summary="details", role="status")
+        elif outcome.cancelled:
+            steps = sum(len(record.steps) for record in outcome.records[-1:])
+            self.status.say(f"Cancelled; {fmt.count(steps)} steps are kept.", "warn", role="status")
+        else:
+            runs = "1 run" if len(outcome.records) == 1 else f"{len(outcome.records)} runs"
+            self.status.say(f"{runs} finished.", role="status")
+
+    def show_command(self, make: Callable[[], str]) -> None:
+        """The command in a line that can be copied; or why there is none."""
+        try:
+            command = make()
+        except LabkitError as error:
+            self.command_line.say(str(error), "bad")
+            return
+        self.command_line.say(
+            "The same settings for vLLM:", details=command, summary="command", copy=command, folded=False
+        )
+
+    def show_report(self, make: Callable[[], Any] | None) -> None:
+        """Write the report in a thread of its own and say its path."""
+        if make is None:
+            self.command_line.say("This session cannot write a report.", "warn")
+            return
+        self.command_line.say("writing the report …")
+        threading.Thread(target=self._write, args=(make,), name="labkit-report", daemon=True).start()
+
+    def _write(self, make: Callable[[], Any]) -> None:
+        try:
+            path = make()
+        except LabkitError as error:
+            self.command_line.say(f"No report: {error}", "bad")
+        # The thread has nobody to raise to; the cause belongs on the screen.
+        except Exception as error:
+            self.command_line.say(f"No report: {type(error).__name__}: {plain(error, 200)}", "bad")
+        else:
+            self.command_line.say(f"Report written: {path}", copy=str(path))
+
+
+def _value(kind: type, word: str) -> Any:
+    if kind is bool:
+        return {"on": True, "off": False}.get(word.casefold(), word)
+    if kind is str:
+        return word
+    try:
+        return kind(float(word))
+    except (ValueError, OverflowError):
+        return word
