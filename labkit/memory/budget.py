@@ -1,6 +1,6 @@
 """Activation peak, CUDA graphs and non-torch memory of vLLM: formulas with few constants, each with its reason.
 
-The constants are data (`vllm_constants.json`), fitted by `labkit.memory.calibrate` on start-up logs of two versions;
+The constants are data (`vllm_constants.json`), fitted by `labkit.memory.fit` on start-up logs of two versions;
 a version between uses the nearest fitted one.
 """
 
@@ -16,11 +16,12 @@ from labkit.memory.dtypes import ELEMENT_BYTES
 from labkit.memory.rules import VersionRules
 from labkit.memory.weights import StageLayers
 from labkit.specs.engine_config import EngineConfig
-from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_spec import LayerSpec, ModelSpec
 
 GIB = 2**30
 MAX_CAPTURE_SIZE = 512
+# FlashAttention's upper bound of splits when its launch is captured.
+ATTENTION_SPLITS = 32
 
 
 @dataclass(frozen=True)
@@ -32,20 +33,27 @@ class Constants:
         hidden_copies: hidden-state rows of the whole batch that are alive while sampling.
         forward_hidden: hidden-state rows per token that are alive in the widest layer of the forward pass.
         forward_mlp: MLP-width rows alive there (gate, up and their product).
-        graph_base_gib, graph_layer_mib, graph_width: CUDA graphs: context of capture, launch parameters per layer and
-            captured size, and static buffers as a multiple of one captured batch's activations.
+        fixed_gib: what does not grow: the matrix library's workspace (32 MiB on Hopper) and the inputs.
+        graph_launch_mib: launch parameters of one layer in one captured graph.
+        graph_split: times the float32 partial results of decode attention, cut along the context into 32 splits, at
+            the largest size that is captured whole.
+        graph_rows: hidden-state rows of that size that every layer keeps between its graphs.
+        graph_estimate_share: what vLLM estimates before capture over what capture takes; this is what the budget loses.
         non_torch_gib: growth outside torch at one card; `non_torch_tp_gib` with tensor parallelism (NCCL buffers,
             custom all-reduce), `non_torch_pp_gib` with pipeline stages only.
-        uncertainty: relative or absolute ± for each part.
+        activation_uncertainty, graph_uncertainty_gib: ± as a share, and in GiB.
+        source: what they were fitted on.
     """
 
     sampler_bytes: float
     hidden_copies: float
     forward_hidden: float
     forward_mlp: float
-    graph_base_gib: float
-    graph_layer_mib: float
-    graph_width: float
+    fixed_gib: float
+    graph_launch_mib: float
+    graph_split: float
+    graph_rows: float
+    graph_estimate_share: float
     non_torch_gib: float
     non_torch_tp_gib: float
     non_torch_pp_gib: float
@@ -78,6 +86,11 @@ def mlp_width(model: ModelSpec, layer: LayerSpec) -> int:
     return width
 
 
+def has_vision(model: ModelSpec) -> bool:
+    """Whether a vision tower is part of what is loaded."""
+    return any(name.startswith("vision") for name, _ in model.extra_weights)
+
+
 def expert_workspace_bytes(model: ModelSpec, tokens: int, tp: int, element: int) -> int:
     """The two buffers of the fused expert kernel, kept from the forward pass on.
 
@@ -93,13 +106,21 @@ def expert_workspace_bytes(model: ModelSpec, tokens: int, tp: int, element: int)
 def activation_bytes(
     model: ModelSpec, config: EngineConfig, stage: StageLayers, rules: VersionRules, dtype: str
 ) -> int:
-    """The peak of torch memory over weights that the profile run sees on one rank of `stage`.
+    """The peak of torch memory over weights that the profile run sees on one rank of `stage`."""
+    constants = constants_for(rules.version, rules.model_runner(model))
+    return activation_with(constants, model, config, stage, dtype)
+
+
+def activation_with(
+    constants: Constants, model: ModelSpec, config: EngineConfig, stage: StageLayers, dtype: str
+) -> int:
+    """The activation peak under given constants, in bytes.
 
     The larger of two moments: the widest layer of the forward pass over max_num_batched_tokens tokens, and sampling
     max_num_seqs rows of the whole vocabulary with the hidden states still alive; plus the experts' workspace and,
-    between pipeline stages, the hidden states that are received or sent.
+    between pipeline stages, the hidden states and the residual that are received or sent; plus, for a vision model,
+    the embeddings of one full budget of image tokens, which the profile keeps.
     """
-    constants = constants_for(rules.version, rules.model_runner(model))
     tokens, tp = config.max_num_batched_tokens or 0, config.tensor_parallel_size
     element = ELEMENT_BYTES[dtype]
     rows = tokens * model.hidden_size * element
@@ -111,10 +132,12 @@ def activation_bytes(
         requests = min(config.max_num_seqs or 0, tokens)
         sampling = constants.sampler_bytes * requests * model.vocab_size + constants.hidden_copies * rows
     between = 2 * rows if config.pipeline_parallel_size > 1 else 0
-    return round(max(forward, sampling)) + expert_workspace_bytes(model, tokens, tp, element) + between
+    images = rows if stage.first == 0 and has_vision(model) else 0
+    peak = round(max(forward, sampling) + constants.fixed_gib * GIB)
+    return peak + expert_workspace_bytes(model, tokens, tp, element) + between + images
 
 
-def capture_sizes(config: EngineConfig, gpu: GpuSpec) -> list[int]:
+def capture_sizes(config: EngineConfig) -> list[int]:
     """Batch sizes for which graphs are captured: 1, 2, 4, every 8 below 256, every 16 above."""
     if config.enforce_eager:
         return []
@@ -123,23 +146,54 @@ def capture_sizes(config: EngineConfig, gpu: GpuSpec) -> list[int]:
     return [size for size in sizes if size <= limit]
 
 
-def graphs_bytes(
-    model: ModelSpec, gpu: GpuSpec, config: EngineConfig, stage: StageLayers, rules: VersionRules, dtype: str
-) -> int:
-    """Memory of the captured CUDA graphs on one rank: launch parameters per layer and size, and static buffers."""
-    sizes = capture_sizes(config, gpu)
+def attention_width(layer: LayerSpec) -> int:
+    """Width of attention's result in one layer: query heads times the width of V (of the latent, for MLA)."""
+    if layer.kind == "mla":
+        return layer.num_heads * layer.kv_lora_rank
+    return layer.num_heads * (layer.v_head_dim or layer.head_dim)
+
+
+def graph_features(model: ModelSpec, config: EngineConfig, stage: StageLayers) -> tuple[float, float, float]:
+    """What the three graph constants multiply, in MiB, GiB and GiB: launches, split results, rows between graphs.
+
+    Pieces between attention calls are captured for every size, whole decode steps for sizes up to max_num_seqs.
+    """
+    sizes = capture_sizes(config)
     if not sizes:
-        return 0
-    constants = constants_for(rules.version, rules.model_runner(model))
-    layers = stage.last - stage.first
-    launches = constants.graph_layer_mib * 2**20 * layers * len(sizes)
-    buffers = constants.graph_width * max(sizes) * model.hidden_size * ELEMENT_BYTES[dtype] * layers
-    return round(constants.graph_base_gib * GIB + launches + buffers)
+        return 0.0, 0.0, 0.0
+    layers = model.layers[stage.first : stage.last]
+    whole = [size for size in sizes if size <= (config.max_num_seqs or 0)]
+    largest = max(whole, default=0)
+    width = max((attention_width(layer) for layer in layers), default=0) / config.tensor_parallel_size
+    launches = len(layers) * (len(sizes) + len(whole))
+    splits = largest * width * ATTENTION_SPLITS * 4 / GIB
+    return launches, splits, len(layers) * largest * model.hidden_size * 2 / GIB
+
+
+def graphs_bytes(model: ModelSpec, config: EngineConfig, stage: StageLayers, rules: VersionRules) -> int:
+    """Memory that capturing CUDA graphs takes on one rank."""
+    return graphs_with(constants_for(rules.version, rules.model_runner(model)), model, config, stage)
+
+
+def graphs_with(constants: Constants, model: ModelSpec, config: EngineConfig, stage: StageLayers) -> int:
+    """Graph memory under given constants, in bytes."""
+    launches, splits, rows = graph_features(model, config, stage)
+    gib = constants.graph_launch_mib * launches / 1024 + constants.graph_split * splits + constants.graph_rows * rows
+    return round(gib * GIB)
+
+
+def graph_estimate_share(model: ModelSpec, rules: VersionRules) -> float:
+    """What the budget loses over what capture takes."""
+    return constants_for(rules.version, rules.model_runner(model)).graph_estimate_share
 
 
 def non_torch_bytes(config: EngineConfig, rules: VersionRules, runner: int) -> int:
     """Growth outside torch while profiling: workspaces of libraries, NCCL buffers with more than one card."""
-    constants = constants_for(rules.version, runner)
+    return non_torch_with(constants_for(rules.version, runner), config)
+
+
+def non_torch_with(constants: Constants, config: EngineConfig) -> int:
+    """Non-torch memory under given constants, in bytes."""
     if config.tensor_parallel_size > 1:
         return round(constants.non_torch_tp_gib * GIB)
     if config.pipeline_parallel_size > 1:

@@ -16,7 +16,7 @@ def formulas_vllm(
     model: ModelSpec, config: EngineConfig, rules: VersionRules, rank: RankPlan, capacity: Capacity
 ) -> dict[str, str]:
     """Part → formula in words, for the binding rank."""
-    graphs = f" − CUDA graphs {memory(rank.cuda_graphs_bytes)}" if rank.graphs_inside else ""
+    graphs = f" − estimate of CUDA graphs {memory(rank.graphs_reserved_bytes)}" if rank.graphs_inside else ""
     where = "inside" if rank.graphs_inside else "outside"
     layers = rank.stage.last - rank.stage.first
     texts = {

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from labkit.memory.budget import activation_bytes, constants_for, graphs_bytes, non_torch_bytes
+from labkit.memory.budget import (
+    activation_bytes,
+    constants_for,
+    graph_estimate_share,
+    graphs_bytes,
+    non_torch_bytes,
+)
 from labkit.memory.dtypes import compute_dtype, kv_format
 from labkit.memory.kv_layout import KvLayout, build_layout
 from labkit.memory.rules import VersionRules
@@ -75,7 +81,7 @@ class RankPlan:
         stage: its layers.
         total_bytes, budget_bytes: of the card, and what the engine may take of it.
         outside_bytes: in use before the engine counts.
-        graphs_inside: graph memory is subtracted from the budget.
+        graphs_inside: graph memory is subtracted from the budget, by an estimate: `graphs_reserved_bytes`.
         available_kv_bytes: what is left for the pool; negative when nothing is.
         layout: pages, groups and block bytes.
         num_blocks: blocks that fit on this rank alone.
@@ -91,6 +97,7 @@ class RankPlan:
     non_torch_bytes: int
     cuda_graphs_bytes: int
     graphs_inside: bool
+    graphs_reserved_bytes: int
     available_kv_bytes: int
     layout: KvLayout
     num_blocks: int
@@ -164,11 +171,12 @@ def _plan_rank(
     non_torch = _first(overrides.non_torch_bytes, calibration.non_torch_bytes, non_torch_bytes(config, rules, runner))
     graphs = _first(
         overrides.cuda_graphs_bytes,
-        round(graphs_bytes(model, gpu, config, stage, rules, dtype) * calibration.graphs_factor),
+        round(graphs_bytes(model, config, stage, rules) * calibration.graphs_factor),
     )
     inside = rules.graphs_in_budget == "all" or (rules.graphs_in_budget == "runner1" and runner == 1)
     budget = math.ceil(total * config.gpu_memory_utilization)
-    available = budget - weights - activation - non_torch - (graphs if inside else 0)
+    reserved = round(graphs * graph_estimate_share(model, rules)) if inside else 0
+    available = budget - weights - activation - non_torch - reserved
     if config.kv_cache_memory_bytes is not None:
         available = config.kv_cache_memory_bytes
     available = _first(overrides.available_kv_bytes, available)
@@ -176,7 +184,7 @@ def _plan_rank(
     rank = RankPlan(
         stage=stage, total_bytes=total, budget_bytes=budget,
         outside_bytes=_outside(gpu, config, total, overrides, calibration),
-        weights_bytes=weights, activation_bytes=activation, non_torch_bytes=non_torch, cuda_graphs_bytes=graphs,
+        graphs_reserved_bytes=reserved, weights_bytes=weights, activation_bytes=activation, non_torch_bytes=non_torch, cuda_graphs_bytes=graphs,
         graphs_inside=inside, available_kv_bytes=available, layout=layout,
         num_blocks=max(0, available // layout.block_bytes) if layout.block_bytes else 0,
     )  # fmt: skip

@@ -78,10 +78,10 @@ def head_tensors(model: ModelSpec, share: Sharing) -> Iterator[WeightTensor]:
         yield _bias("lm_head", model.vocab_size, share.columns(model.vocab_size))
 
 
-def extra_tensors(model: ModelSpec) -> Iterator[WeightTensor]:
-    """Parts outside the decoder (vision tower, prediction layer), whole on every rank."""
+def extra_tensors(model: ModelSpec, share: Sharing) -> Iterator[WeightTensor]:
+    """Parts outside the decoder (vision tower, learned positions), divided like the layers."""
     for _, elements in model.extra_weights:
-        yield WeightTensor("extra", elements, elements, is_matrix=False)
+        yield WeightTensor("extra", elements, share.columns(elements), is_matrix=False)
 
 
 def _norm_elements(model: ModelSpec) -> int:
@@ -180,7 +180,7 @@ def count_parameters(model: ModelSpec) -> int:
     """Parameters of the model, tied embeddings once: the sum over its tensors."""
     whole = Sharing()
     total = sum(tensor.elements for tensor in (*embed_tensors(model, whole), *head_tensors(model, whole)))
-    total += sum(tensor.elements for tensor in extra_tensors(model))
+    total += sum(tensor.elements for tensor in extra_tensors(model, whole))
     per_layer: dict[tuple, int] = {}
     for layer in model.layers:
         key = layer_key(layer)

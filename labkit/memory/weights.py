@@ -116,7 +116,7 @@ def stage_tensors(model: ModelSpec, stage: StageLayers, share: Sharing) -> list[
     if stage.has_embedding or tied_copy:
         tensors += [(tensor, 1) for tensor in embed_tensors(model, share)]
     if stage.has_embedding:
-        tensors += [(tensor, 1) for tensor in extra_tensors(model)]
+        tensors += [(tensor, 1) for tensor in extra_tensors(model, share)]
     if stage.has_head:
         tensors += [(tensor, 1) for tensor in head_tensors(model, share)]
     return tensors
