@@ -195,15 +195,17 @@ class _Life:
 
     def _plan(self) -> MemoryPlan:
         rng = self.random
-        num_blocks = rng.choice((rng.randint(4, 16), rng.randint(4, 64), rng.randint(4, 512)))
         block_size = rng.choice((1, 2, 3, 4, 8, 16, 32, 64))
-        if rng.random() < 0.6:
-            num_blocks = max(4, min(512, rng.randint(60, 400) // block_size))
+        num_blocks = rng.choice((rng.randint(4, 16), rng.randint(4, 64), rng.randint(4, 512)))
+        max_num_seqs = rng.randint(1, 32)
         budget = rng.choice((rng.randint(1, 8), rng.randint(1, 64), rng.randint(1, 256)))
+        if rng.random() < 0.6:  # many requests at once in a pool that is too small for them
+            num_blocks = max(4, min(512, rng.randint(100, 500) // block_size))
+            max_num_seqs, budget = rng.randint(4, 32), rng.randint(16, 256)
         config = EngineConfig(
             block_size=block_size,
             max_model_len=rng.choice((rng.randint(16, 400), 400)),
-            max_num_seqs=rng.randint(1, 32),
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             enable_chunked_prefill=rng.random() < (0.5 if budget > 32 else 0.9),
             enable_prefix_caching=rng.random() < 0.7,
