@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from labkit.format import count, memory, number
 from labkit.memory.capacity import Capacity
 from labkit.memory.kv_layout import KvLayout
@@ -57,6 +59,37 @@ def formulas_labkit(
         "outside": "the budget is the engine's alone",
     }
     return texts | _layout_texts(layout, num_blocks)
+
+
+def rank_details(rank: RankPlan) -> dict[str, Any]:
+    """One rank in plain values, as `MemoryPlan.details["ranks"]` keeps it and the run store saves it."""
+    names = (
+        "total_bytes", "budget_bytes", "outside_bytes", "weights_bytes", "activation_bytes", "non_torch_bytes",
+        "cuda_graphs_bytes", "graphs_inside", "graphs_reserved_bytes", "available_kv_bytes", "num_blocks",
+    )  # fmt: skip
+    return {
+        "first_layer": rank.stage.first,
+        "last_layer": rank.stage.last - 1,
+        **{name: getattr(rank, name) for name in names},
+        "block_bytes": rank.layout.block_bytes,
+        "padding_layers": rank.layout.padding_layers,
+        "groups": group_details(rank.layout),
+        "uncertainty_bytes": dict(rank.uncertainty_bytes),
+    }
+
+
+def group_details(layout: KvLayout) -> list[dict[str, Any]]:
+    """The groups of a layout in plain values."""
+    return [
+        {
+            "kind": group.page.kind,
+            "num_layers": group.num_layers,
+            "block_tokens": group.page.block_tokens,
+            "page_bytes": group.page.page_bytes,
+            "window": group.page.window,
+        }
+        for group in layout.groups
+    ]
 
 
 def _layout_texts(layout: KvLayout, num_blocks: int) -> dict[str, str]:

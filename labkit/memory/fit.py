@@ -23,10 +23,21 @@ from labkit.memory.weights import StageLayers, pipeline_stages
 
 # Where the search begins, and what the files cannot tell. Gate, up and their product are 3 rows by construction.
 START = Constants(
-    sampler_bytes=14.5, hidden_copies=1.2, forward_hidden=3.0, forward_mlp=3.0, fixed_gib=0.04,
-    graph_launch_mib=0.1, graph_split=2.0, graph_rows=0.5, graph_estimate_share=0.87, non_torch_gib=0.24, non_torch_tp_gib=2.09, non_torch_pp_gib=0.07, activation_uncertainty=0.1,
+    sampler_bytes=14.5,
+    hidden_copies=1.2,
+    forward_hidden=3.0,
+    forward_mlp=3.0,
+    fixed_gib=0.04,
+    graph_launch_mib=0.1,
+    graph_split=2.0,
+    graph_rows=0.5,
+    graph_estimate_share=0.87,
+    non_torch_gib=0.24,
+    non_torch_tp_gib=2.09,
+    non_torch_pp_gib=0.07,
+    activation_uncertainty=0.1,
     graph_uncertainty_gib=0.3,
-)  # fmt: skip
+)
 # By construction: the logits in 16 bit and their float32 copy. A first compilation adds up to 0.25 GiB to some rows
 # (notes/h200-baselines.md), which a free constant would absorb.
 SECOND_RUNNER_SAMPLER_BYTES = 6.0

@@ -5,7 +5,14 @@ from __future__ import annotations
 from labkit.errors import UnknownNameError
 from labkit.memory.capacity import Capacity, binding_rank, capacity_of, judge
 from labkit.memory.dtypes import compute_dtype
-from labkit.memory.explain import binding_limit, formulas_labkit, formulas_vllm, notes_vllm
+from labkit.memory.explain import (
+    binding_limit,
+    formulas_labkit,
+    formulas_vllm,
+    group_details,
+    notes_vllm,
+    rank_details,
+)
 from labkit.memory.labkit_rules import block_tables_bytes, engine_parts, scratch_bytes
 from labkit.memory.records import MemoryBreakdown, MemoryPlan, Verdict
 from labkit.memory.resolve import resolve_config
@@ -88,7 +95,10 @@ def _plan_vllm(
         binding_limit=binding_limit(resolved, ranks, binding, capacity),
         formulas=formulas_vllm(model, resolved, rules, rank, capacity),
         notes=notes_vllm(model, resolved, rules, rank, calibration),
-        details={"ranks": tuple(ranks), "binding_rank": binding, "capacity": capacity, "rules": rules},
+        details={
+            "ranks": [rank_details(entry) for entry in ranks], "binding_rank": binding,
+            "needed_bytes": capacity.needed_bytes, "available_bytes": capacity.available_bytes,
+        },
     )  # fmt: skip
 
 
@@ -156,7 +166,7 @@ def _plan_cpu(model: ModelSpec, gpu: GpuSpec, config: EngineConfig) -> MemoryPla
         verdict="does not fit" if overrun or num_blocks == 0 else judge(margin, 0), margin_bytes=margin,
         binding_limit=_cpu_limit(resolved, margin),
         formulas=formulas_labkit(model, resolved, breakdown, layout, num_blocks),
-        notes=_cpu_notes(model, resolved), details={"layout": layout},
+        notes=_cpu_notes(model, resolved), details={"groups": group_details(layout)},
     )  # fmt: skip
 
 

@@ -79,13 +79,23 @@ def _h100_run(row: dict[str, str], model: ModelSpec) -> Run:
         quantization=None if quantization in ("None", "compressed-tensors") else quantization,
     )  # fmt: skip
     return Run(
-        "0.19.0", row["model"], model.name, f"tp{row['tp']} pp{row['pp']} {row['quantization']}", model,
-        GpuSpec("H100 SXM", round(total * GIB)), config,
+        "0.19.0",
+        row["model"],
+        model.name,
+        f"tp{row['tp']} pp{row['pp']} {row['quantization']}",
+        model,
+        GpuSpec("H100 SXM", round(total * GIB)),
+        config,
         Overrides(free_bytes=round(float(row["init_free_memory_gib"]) * GIB)),
-        float(row["weights_memory_gib"]), float(row["activation_memory_gib"]), float(row["non_torch_forward_gib"]),
-        float(row["cuda_graph_actual_gib"]), float(row["cuda_graph_estimated_gib"]), float(row["kv_cache_memory_gib"]), int(row["kv_cache_tokens"]),
+        float(row["weights_memory_gib"]),
+        float(row["activation_memory_gib"]),
+        float(row["non_torch_forward_gib"]),
+        float(row["cuda_graph_actual_gib"]),
+        float(row["cuda_graph_estimated_gib"]),
+        float(row["kv_cache_memory_gib"]),
+        int(row["kv_cache_tokens"]),
         float(row["max_concurrency"]),
-    )  # fmt: skip
+    )
 
 
 def _h200_run(row: dict[str, str], model: ModelSpec) -> Run:
@@ -98,10 +108,20 @@ def _h200_run(row: dict[str, str], model: ModelSpec) -> Run:
     graphs = row["cudagraph_actual_gib"]
     setting = f"s{row['max_num_seqs']} t{row['max_num_batched_tokens']} e{row['enforce_eager']} {row['quantization']}"
     return Run(
-        "0.25.1", row["model"], model.name, setting, model,
-        GpuSpec("H200", round(float(row["total_gib"]) * GIB)), config,
+        "0.25.1",
+        row["model"],
+        model.name,
+        setting,
+        model,
+        GpuSpec("H200", round(float(row["total_gib"]) * GIB)),
+        config,
         Overrides(free_bytes=round(float(row["free_at_start_gib"]) * GIB)),
-        float(row["weights_gib"]), float(row["torch_peak_increase_gib"]), float(row["non_torch_increase_gib"]),
-        float(graphs) if graphs else None, float(row["cudagraph_estimate_gib"] or 0) or None, float(row["available_kv_gib"]), int(row["kv_cache_tokens"]),
+        float(row["weights_gib"]),
+        float(row["torch_peak_increase_gib"]),
+        float(row["non_torch_increase_gib"]),
+        float(graphs) if graphs else None,
+        float(row["cudagraph_estimate_gib"] or 0) or None,
+        float(row["available_kv_gib"]),
+        int(row["kv_cache_tokens"]),
         float(row["max_concurrency"]),
-    )  # fmt: skip
+    )

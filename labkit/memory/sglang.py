@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from labkit.format import count, memory
 from labkit.memory.capacity import judge
+from labkit.memory.explain import rank_details
 from labkit.memory.records import MemoryBreakdown, MemoryPlan
 from labkit.memory.resolve import resolve_config
 from labkit.memory.rules import vllm_rules
@@ -54,5 +55,5 @@ def plan_sglang(model: ModelSpec, gpu: GpuSpec, config: EngineConfig, overrides:
             "activation": f"outside the static fraction: {memory(rank.activation_bytes)}",
         },
         notes=("mem-fraction-static is not gpu_memory_utilization: activations and graphs must fit in the rest",),
-        details={"ranks": (rank,), "binding_rank": 0},
+        details={"ranks": [rank_details(rank)], "binding_rank": 0},
     )  # fmt: skip

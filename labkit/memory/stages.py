@@ -182,12 +182,20 @@ def _plan_rank(
     available = _first(overrides.available_kv_bytes, available)
     layout = rank_layout(model, config, stage, rules, dtype)
     rank = RankPlan(
-        stage=stage, total_bytes=total, budget_bytes=budget,
+        stage=stage,
+        total_bytes=total,
+        budget_bytes=budget,
         outside_bytes=_outside(gpu, config, total, overrides, calibration),
-        graphs_reserved_bytes=reserved, weights_bytes=weights, activation_bytes=activation, non_torch_bytes=non_torch, cuda_graphs_bytes=graphs,
-        graphs_inside=inside, available_kv_bytes=available, layout=layout,
+        graphs_reserved_bytes=reserved,
+        weights_bytes=weights,
+        activation_bytes=activation,
+        non_torch_bytes=non_torch,
+        cuda_graphs_bytes=graphs,
+        graphs_inside=inside,
+        available_kv_bytes=available,
+        layout=layout,
         num_blocks=max(0, available // layout.block_bytes) if layout.block_bytes else 0,
-    )  # fmt: skip
+    )
     known = overrides.available_kv_bytes is not None or config.kv_cache_memory_bytes is not None
     return replace(rank, uncertainty_bytes=_uncertainty(rank, rules, runner, overrides, calibration, known))
 

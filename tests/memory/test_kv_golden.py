@@ -85,8 +85,8 @@ def test_one_request_that_takes_the_whole_pool_lacks_the_null_block():
 
 
 def test_gemma_pads_eight_layers_into_seven_groups():
-    layout = planned(GEMMA, 20, 32768).details["ranks"][0].layout
-    assert (len(layout.groups), layout.padding_layers) == (7, 8)
+    rank = planned(GEMMA, 20, 32768).details["ranks"][0]
+    assert (len(rank["groups"]), rank["padding_layers"]) == (7, 8)
 
 
 @pytest.mark.parametrize(
