@@ -78,9 +78,9 @@ def rank_details(rank: RankPlan) -> dict[str, Any]:
     }
 
 
-def group_details(layout: KvLayout) -> list[dict[str, Any]]:
+def group_details(layout: KvLayout) -> tuple[dict[str, Any], ...]:
     """The groups of a layout in plain values."""
-    return [
+    return tuple(
         {
             "kind": group.page.kind,
             "num_layers": group.num_layers,
@@ -89,7 +89,7 @@ def group_details(layout: KvLayout) -> list[dict[str, Any]]:
             "window": group.page.window,
         }
         for group in layout.groups
-    ]
+    )
 
 
 def _layout_texts(layout: KvLayout, num_blocks: int) -> dict[str, str]:

@@ -96,7 +96,7 @@ def _plan_vllm(
         formulas=formulas_vllm(model, resolved, rules, rank, capacity),
         notes=notes_vllm(model, resolved, rules, rank, calibration),
         details={
-            "ranks": [rank_details(entry) for entry in ranks], "binding_rank": binding,
+            "ranks": tuple(rank_details(entry) for entry in ranks), "binding_rank": binding,
             "needed_bytes": capacity.needed_bytes, "available_bytes": capacity.available_bytes,
         },
     )  # fmt: skip

@@ -55,5 +55,5 @@ def plan_sglang(model: ModelSpec, gpu: GpuSpec, config: EngineConfig, overrides:
             "activation": f"outside the static fraction: {memory(rank.activation_bytes)}",
         },
         notes=("mem-fraction-static is not gpu_memory_utilization: activations and graphs must fit in the rest",),
-        details={"ranks": [rank_details(rank)], "binding_rank": 0},
+        details={"ranks": (rank_details(rank),), "binding_rank": 0},
     )  # fmt: skip
