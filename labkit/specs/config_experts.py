@@ -32,9 +32,9 @@ def read_experts(fields: ConfigFields, family: Family) -> MoeSpec | None:
         intermediate_size=width,
         shared_intermediate_size=_shared_width(fields, family, width),
         shared_gate=family.model_type in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"),
-        router_bias=family.model_type == "gpt_oss",
+        router_bias=family.model_type in ("gpt_oss", "ernie4_5_moe"),
         expert_bias=family.model_type == "gpt_oss",
-        dense_beside=family.model_type in ("gemma4_text", "gemma4"),
+        dense_beside=family.model_type in ("gemma4_text", "gemma4", "longcat_flash"),
     )
 
 
@@ -42,7 +42,7 @@ def _shared_width(fields: ConfigFields, family: Family, expert_width: int) -> in
     if family.model_type in ("llama4_text", "llama4"):
         return fields.integer("intermediate_size", maximum=_MAX_WIDTH)
     stated = _first(fields, _SHARED_WIDTH_NAMES)
-    shared = _first(fields, _SHARED_COUNT_NAMES)
+    shared = _first(fields, _SHARED_COUNT_NAMES) or (family.model_type == "hunyuan_v1_moe")
     if stated:
         return stated * max(1, shared) if family.model_type == "nemotron_h" else stated
     return shared * expert_width
@@ -69,6 +69,8 @@ def dense_width(fields: ConfigFields, family: Family) -> int:
         return fields.integer("intermediate_size_mlp", "intermediate_size", maximum=_MAX_WIDTH)
     if family.model_type == "lfm2" and fields.flag("block_auto_adjust_ff_dim"):
         return _adjusted_width(fields)
+    if family.model_type == "recurrent_gemma":
+        return fields.integer("intermediate_size", maximum=_MAX_WIDTH) // 2
     if isinstance(fields.raw("intermediate_size"), list):
         return max(fields.integers("intermediate_size", maximum=_MAX_WIDTH), default=0)
     names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "hidden_dim", "mlp_hidden_size")
@@ -108,6 +110,8 @@ def _dense_widths(fields: ConfigFields, family: Family, layers: list[LayerSpec])
 
 def _expert_layers(fields: ConfigFields, family: Family, count: int) -> frozenset[int]:
     """Indices of the layers whose MLP has experts; `count` layers in all."""
+    if family.model_type == "longcat_flash":
+        return frozenset(range(0, count, 2))
     if family.model_type == "nemotron_h":
         return frozenset(index for index, word in enumerate(_block_words(fields)) if word in ("e", "moe"))
     listed = fields.texts("mlp_layer_types")

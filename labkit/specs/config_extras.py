@@ -24,6 +24,9 @@ def read_extra_weights(
         ("learned positions", _learned_positions(fields, family, hidden)),
         ("embedding norm", _embedding_norm(family, hidden)),
         ("token types and pooler", _encoder_parts(fields, family, hidden)),
+        ("alternating updates and low-rank residuals", _alternating_updates(fields, len(layers), hidden)),
+        ("activation parameters", 2 * len(layers) if family.model_type == "apertus" else 0),
+        ("router columns without expert", _zero_experts(fields, len(layers), hidden)),
         ("per-layer embeddings", _per_layer_embeddings(fields, len(layers), hidden)),
         ("vision tower (estimate)", _vision_tower(outer)),
     ]
@@ -60,6 +63,21 @@ def _per_layer_embeddings(fields: ConfigFields, num_layers: int, hidden: int) ->
     vocab = fields.integer("vocab_size_per_layer_input", default=262_144, maximum=2**26)
     table = vocab * num_layers * width
     return table + hidden * num_layers * width + width + num_layers * (2 * hidden * width + hidden)
+
+
+def _alternating_updates(fields: ConfigFields, num_layers: int, hidden: int) -> int:
+    """Gemma 3n's AltUp and LAUREL blocks."""
+    copies = fields.optional_integer("altup_num_inputs", maximum=64) or 0
+    rank = fields.optional_integer("laurel_rank", maximum=_MAX) or 0
+    if not copies:
+        return 0
+    altup = copies**2 + copies**3 + hidden * copies + 2 * hidden
+    return num_layers * (altup + 2 * hidden * rank + hidden) + 2 * (copies - 1) * hidden * hidden
+
+
+def _zero_experts(fields: ConfigFields, num_layers: int, hidden: int) -> int:
+    """LongCat routes to experts that do nothing; one router for two layers as labkit counts them."""
+    return num_layers // 2 * hidden * (fields.optional_integer("zero_expert_num", maximum=2**16) or 0)
 
 
 def _vision_tower(outer: ConfigFields) -> int:

@@ -39,6 +39,9 @@ def read_layers(fields: ConfigFields, family: Family, rope_local: RopeSpec | Non
     if rope_local is not None and "sliding" in made:
         made["sliding"] = replace(made["sliding"], rope_theta=rope_local.theta)
     layers = _without_positions(fields, family, [made[kind] for kind in kinds])
+    if family.model_type == "longcat_flash":
+        # One LongCat layer holds two attentions and two dense MLPs around one set of experts.
+        layers = [layer for layer in layers for _ in range(2)]
     layers = _with_overrides(fields, layers)
     return _with_shared_kv(fields, layers), notes
 

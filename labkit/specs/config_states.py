@@ -100,7 +100,9 @@ def _gated_delta_net(fields: ConfigFields, hidden: int) -> StateSpec:
 
 
 def _kimi_delta(fields: ConfigFields, hidden: int) -> StateSpec:
-    section = fields.section("linear_attn_config") or fields
+    section = fields.section("linear_attn_config")
+    if section is None:
+        section = fields.only("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
     heads = section.integer("num_heads", "linear_num_heads", default=32, maximum=2**16)
     width = section.integer("head_dim", "linear_head_dim", default=128, maximum=2**16)
     kernel = section.integer("short_conv_kernel_size", "linear_conv_kernel_dim", default=4, maximum=1024)
