@@ -77,7 +77,7 @@ def version_tuple(version: str) -> tuple[int, ...]:
     Raises:
         OutOfRangeError: the text is no version.
     """
-    found = re.fullmatch(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?:[.+-]?[a-z0-9.]{0,40})?", str(version).strip())
+    found = re.fullmatch(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?:[.+-]?[a-z][a-z0-9.]{0,40})?", str(version).strip())
     if found is None:
         raise OutOfRangeError(f"{plain(version, 40)!r} is no vLLM version", works="0.33.0", knob="--vllm")
     return tuple(int(part or 0) for part in found.groups())
@@ -163,7 +163,9 @@ def effective_default(name: str, version: str) -> Any:
 
 def check_command(command: str | Sequence[str], version: str) -> tuple[str, ...]:
     """What the recorded parser of `version` would refuse in a `vllm serve` command; empty when it takes all of it."""
-    words = shlex.split(command, comments=True) if isinstance(command, str) else list(command)
+    if isinstance(command, str):
+        command = shlex.split(command.replace("\\\n", " "), comments=True)
+    words = list(command)
     words = words[2:] if words[:2] == ["vllm", "serve"] else words
     flags = flags_for(version)
     by_name = {alias: flag for flag in flags.values() for alias in (flag.name, *flag.aliases)}

@@ -257,8 +257,8 @@ def _gain(
     metric: str, before: float | None, after: float | None, unit: str, higher_is_better: bool, *, noise: Noise
 ) -> Gain:
     verdict: Literal["better", "worse", "same"] = "same"
-    # What is planned is exact; what is timed must differ by more than the noise.
-    threshold = 0.0 if unit == "tokens" else noise.share
+    # What is planned is exact up to rounding to whole blocks; what is timed must differ by more than the noise.
+    threshold = 0.005 if unit == "tokens" else noise.share
     if before and after is not None and abs(after / before - 1) > threshold:
         verdict = "better" if (after > before) == higher_is_better else "worse"
     words = change(before, after, unit)
@@ -315,7 +315,9 @@ def _risk(record: RunRecord, gains: Sequence[Gain]) -> str:
 def _confidence(
     groups: dict[str, list[RunRecord]], noise: Noise, gains: Sequence[Gain], outcome: Outcome, num_left_out: int
 ) -> tuple[Confidence, str]:
-    left_out = f"; {num_left_out} runs did not finish and are left out" if num_left_out else ""
+    left_out = (
+        f"; {num_left_out} unfinished {'run is' if num_left_out == 1 else 'runs are'} left out" if num_left_out else ""
+    )
     if outcome == "one run":
         return "low", f"one configuration, nothing to compare{left_out}"
     requests = min(summarize(group[0]).num_finished for group in groups.values())

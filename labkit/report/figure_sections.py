@@ -48,6 +48,11 @@ class Evidence:
     best: RunRecord | None
     baseline: RunRecord | None
 
+    @property
+    def compared(self) -> Sequence[RunRecord]:
+        """The finished runs: a run cut short has other rates. Where none finished, all that there are."""
+        return [record for record in self.records if record.status == "finished"] or self.records
+
 
 @dataclass(frozen=True)
 class _Kind:
@@ -84,7 +89,7 @@ _KINDS = (
         "throughput",
         "Throughput",
         throughput,
-        lambda evidence: throughput.get_throughput_info(evidence.records),
+        lambda evidence: throughput.get_throughput_info(evidence.compared),
         lambda info: not info.points,
         "No run has given a token. Run a configuration: session.run(config), or labkit tune.",
     ),
@@ -92,7 +97,7 @@ _KINDS = (
         "latency",
         "Latency",
         latency,
-        lambda evidence: latency.get_latency_info(evidence.records),
+        lambda evidence: latency.get_latency_info(evidence.compared),
         lambda info: not info.points,
         "No run has given a first token. Run a configuration, or let an interrupted run go on for longer.",
     ),
@@ -100,7 +105,7 @@ _KINDS = (
         "pareto",
         "Throughput against latency",
         pareto,
-        lambda evidence: pareto.get_pareto_info(evidence.records, baseline=evidence.baseline),
+        lambda evidence: pareto.get_pareto_info(evidence.compared, baseline=evidence.baseline),
         lambda info: not info.points,
         "No run has both a rate and a latency. Run at least one configuration to its end.",
     ),
@@ -132,7 +137,7 @@ _KINDS = (
         "l2",
         "L2 cache and bandwidth",
         l2,
-        lambda evidence: l2.get_l2_info(evidence.records),
+        lambda evidence: l2.get_l2_info(evidence.compared),
         lambda info: not info.bars,
         "No run has counters: they need a card, or its model in simulation. Choose a GPU for the session.",
     ),

@@ -28,15 +28,18 @@
     var plots = axes(layout);
     var starts = new Set(plots.map(function (plot) { return plot.start; }));
     if (plots.length < 2 || starts.size !== plots.length) { return layout; }
-    var gap = 0.3 / plots.length;
+    var gap = 0.34 / plots.length;
     var size = (1 - gap * (plots.length - 1)) / plots.length;
+    var titles = plots.map(function (plot) {
+      return (layout.annotations || []).filter(function (note) {
+        return note.xref === "paper" && Math.abs(note.x - plot.middle) < 0.01;
+      });
+    });
     plots.forEach(function (plot, index) {
       var top = 1 - index * (size + gap);
-      (layout.annotations || []).forEach(function (note) {
-        if (note.xref === "paper" && Math.abs(note.x - plot.middle) < 0.01) {
-          note.x = 0.5;
-          note.y = top;
-        }
+      titles[index].forEach(function (note) {
+        note.x = 0.5;
+        note.y = top;
       });
       plot.x.domain = [0, 1];
       plot.y.domain = [Math.max(0, top - size), top];
@@ -45,12 +48,37 @@
     return layout;
   }
 
+  function wrap(text) {
+    var lines = [""];
+    text.split(" ").forEach(function (word) {
+      var last = lines.length - 1;
+      if (lines[last] && lines[last].length + word.length > 38) { lines.push(word); } else { lines[last] += (lines[last] && " ") + word; }
+    });
+    return lines.join("<br>");
+  }
+
+  // On a phone: plots stacked, long axis titles in lines, the legend in a column below everything.
+  function narrow(figure) {
+    var layout = stack(figure.layout);
+    axes(layout).forEach(function (plot) {
+      if (plot.x.title && plot.x.title.text) { plot.x.title.text = wrap(plot.x.title.text); }
+    });
+    var entries = figure.data.filter(function (trace) { return trace.showlegend !== false; }).length;
+    if (layout.showlegend === false || figure.data.length < 2) { return; }
+    layout.height = (layout.height || 340) + 20 * entries;
+    layout.margin = Object.assign({ l: 56, r: 16, b: 44 }, layout.margin, { t: 30 });
+    layout.margin.b += 20 * entries + 20;
+    layout.legend = Object.assign({}, layout.legend, {
+      orientation: "v", x: 0, xanchor: "left", y: 0, yref: "container", yanchor: "bottom"
+    });
+  }
+
   function draw(element) {
     var name = element.getAttribute("data-plot");
     var figure = read((dark.matches && !printing ? "dark-" : "light-") + name);
     var width = printing ? PRINT_WIDTH : element.clientWidth;
     figure.layout.width = width;
-    if (width < NARROW) { stack(figure.layout); }
+    if (width < NARROW) { narrow(figure); }
     element.style.minHeight = (figure.layout.height || 340) + "px";
     return window.Plotly.react(element, figure.data, figure.layout, {
       displaylogo: false,

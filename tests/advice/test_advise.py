@@ -1,0 +1,114 @@
+"""Advice comes from planning each change: its gain is the difference of the two plans, and it cures what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from samples import sample_gpu, sample_plan, sample_record
+
+from labkit.advice import advise, binding_limit, headline
+from labkit.advice.limit import requests_at_once, tokens_per_request
+from labkit.errors import OutOfRangeError
+from labkit.specs.engine_config import EngineConfig
+
+SMALL_CARD = sample_gpu(4.0)
+
+
+def what_if(config):
+    return sample_plan(config, gpu=SMALL_CARD)
+
+
+def plan_of(**config):
+    return what_if(EngineConfig(**config))
+
+
+CASES = {
+    "tight KV": {"max_model_len": 8192},
+    "places bind": {"max_model_len": 512, "max_num_seqs": 8},
+    "fp8 already": {"max_model_len": 8192, "kv_cache_dtype": "fp8"},
+    "eager": {"max_model_len": 8192, "enforce_eager": True},
+    "override": {"max_model_len": 2048, "num_gpu_blocks_override": 400},
+    "does not fit": {"max_model_len": 8192, "num_gpu_blocks_override": 100},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_advice_is_complete_and_its_gain_is_that_of_the_new_plan(case):
+    plan = plan_of(**CASES[case])
+    tokens = tokens_per_request(plan)
+    found = advise(plan, what_if)
+    assert found, "each of these cases can be improved"
+    for advice in found:
+        after = what_if(plan.config.replace(**advice.changes))
+        assert advice.plan == after
+        assert advice.gain_tokens == after.kv_cache_tokens - plan.kv_cache_tokens
+        assert advice.cures == (plan.verdict == "does not fit" and after.verdict != "does not fit")
+        if plan.verdict != "does not fit":
+            expected = requests_at_once(after, tokens) / requests_at_once(plan, tokens) - 1
+            assert advice.gain_share == pytest.approx(expected)
+            assert "at most" in advice.gain
+        assert all((advice.rule, advice.title, advice.reason, advice.risk, advice.evidence, advice.changes))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cures_come_first_then_the_largest_gain(case):
+    found = advise(plan_of(**CASES[case]), what_if)
+    keys = [(not advice.cures, -advice.gain_share) for advice in found]
+    assert keys == sorted(keys)
+    assert len({advice.rule for advice in found}) == len(found)
+
+
+def test_nothing_is_proposed_that_is_already_set():
+    rules = {advice.rule for advice in advise(plan_of(**CASES["fp8 already"]), what_if)}
+    assert "fp8-kv" not in rules
+    assert "eager" not in {advice.rule for advice in advise(plan_of(**CASES["eager"]), what_if)}
+
+
+def test_what_does_not_fit_gets_the_length_that_fits():
+    plan = plan_of(**CASES["does not fit"])
+    cures = {advice.rule: advice for advice in advise(plan, what_if) if advice.cures}
+    assert cures["model-length"].changes == {"max_model_len": 1600}
+    assert cures["no-override"].plan.verdict == "fits"
+
+
+def test_a_change_that_the_planner_refuses_is_no_advice():
+    def refuse_fp8(config):
+        if config.kv_cache_dtype == "fp8":
+            raise OutOfRangeError("this card has no fp8")
+        return what_if(config)
+
+    assert "fp8-kv" not in {advice.rule for advice in advise(plan_of(max_model_len=8192), refuse_fp8)}
+
+
+def test_on_a_cpu_the_advice_is_about_host_memory_not_about_the_card():
+    gpu = sample_gpu(name="cpu")
+    plan = sample_plan(EngineConfig(cpu_memory_gib=1.0, max_model_len=8192), gpu=gpu)
+    rules = {advice.rule for advice in advise(plan, lambda config: sample_plan(config, gpu=gpu))}
+    assert "cpu-memory" in rules
+    assert not rules & {"utilization", "eager", "tensor-parallel"}
+
+
+def test_a_run_makes_the_estimate_its_own():
+    record = sample_record(EngineConfig(block_size=128))
+    steps = tuple(dataclasses.replace(row, num_tokens_stored=row.num_blocks_used * 64) for row in record.steps)
+    record = dataclasses.replace(record, steps=steps)
+    found = {advice.rule: advice for advice in advise(record.plan, sample_plan, record=record)}
+    longest = max(row.input_tokens + row.output_tokens for row in record.requests)
+    assert found["fp8-kv"].evidence[2].label.startswith("requests of")
+    assert longest < 1024
+    assert all(advice.changes["max_model_len"] == 1024 for rule, advice in found.items() if rule == "model-length")
+
+
+def test_the_headline_names_verdict_limit_knob_and_gain():
+    plan = plan_of(max_model_len=8192)
+    best = advise(plan, what_if)[0]
+    text = headline(plan, binding_limit(plan), best)
+    assert text.startswith("Fits: ")
+    for part in ("KV blocks bind", best.title[1:], best.gain):
+        assert part in text
+    broken = plan_of(**CASES["does not fit"])
+    text = headline(broken, binding_limit(broken), advise(broken, what_if)[0])
+    assert text.startswith("Does not fit: short by 145 MiB")
+    assert "fits then" in text
+    assert headline(plan, binding_limit(plan), None).endswith("No single change gives more.")
