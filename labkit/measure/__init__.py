@@ -1,0 +1,59 @@
+"""What a run was and gave: records, their numbers, measured memory, the simulated L2. Names load on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from labkit.measure.l2_model import BatchShape, simulate_l2, simulate_l2_of_run
+    from labkit.measure.memory_snapshot import measured_breakdown
+    from labkit.measure.metrics import KvUse, goodput, kv_use
+    from labkit.measure.nvml import EnergyMeter
+    from labkit.measure.recorder import RunRecorder
+    from labkit.measure.run_record import Counters, RequestRow, RunRecord, StepRow
+    from labkit.measure.summary import RunSummary, summarize
+
+_PLACES = MappingProxyType(
+    {
+        "BatchShape": "l2_model",
+        "Counters": "run_record",
+        "EnergyMeter": "nvml",
+        "KvUse": "metrics",
+        "RequestRow": "run_record",
+        "RunRecord": "run_record",
+        "RunRecorder": "recorder",
+        "RunSummary": "summary",
+        "StepRow": "run_record",
+        "goodput": "metrics",
+        "kv_use": "metrics",
+        "measured_breakdown": "memory_snapshot",
+        "simulate_l2": "l2_model",
+        "simulate_l2_of_run": "l2_model",
+        "summarize": "summary",
+    }
+)
+__all__ = [
+    "BatchShape",
+    "Counters",
+    "EnergyMeter",
+    "KvUse",
+    "RequestRow",
+    "RunRecord",
+    "RunRecorder",
+    "RunSummary",
+    "StepRow",
+    "goodput",
+    "kv_use",
+    "measured_breakdown",
+    "simulate_l2",
+    "simulate_l2_of_run",
+    "summarize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -1,0 +1,118 @@
+"""`EngineBackend`: labkit's own engine inside the worker process."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+from labkit.errors import UnsupportedError
+from labkit.experiments.backend import Emit, IsCancelled
+from labkit.experiments.run import RunOptions, WorkloadRun
+from labkit.experiments.serialise import from_plain, rows_to_plain, to_plain
+from labkit.measure.versions import versions
+from labkit.memory.records import MemoryPlan
+from labkit.specs.model_spec import ModelSpec
+from labkit.specs.workload import Workload
+
+
+class EngineBackend:
+    """Keeps the decoder's weights; the engine on top of them is made anew for each plan."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._num_threads = _threads_of_environment()
+        torch.set_num_threads(self._num_threads)
+        self._decoder: Any = None
+        self._engine: Any = None
+
+    def load(self, arguments: dict[str, Any], emit: Emit, is_cancelled: IsCancelled) -> dict[str, Any]:
+        """Weights of `arguments["model"]` from `arguments["source"]` in `dtype`, read or random by `load_format`."""
+        from labkit.models import load_model_weights
+
+        self._drop_engine()
+        self._decoder = None
+        gc.collect()
+        start = time.monotonic()
+        emit(_progress("load", 0, start))
+        spec = from_plain(ModelSpec, arguments["model"])
+        source = arguments["source"] or None
+        self._decoder = load_model_weights(
+            spec, source, arguments["dtype"], arguments["load_format"], seed=arguments.get("seed", 0)
+        )
+        emit(_progress("load", 1, start))
+        return {"load_s": time.monotonic() - start}
+
+    def configure(self, arguments: dict[str, Any], emit: Emit, is_cancelled: IsCancelled) -> dict[str, Any]:
+        """An engine for `arguments["plan"]`; the old one's pool is given back first."""
+        from labkit.engine import Engine
+
+        if self._decoder is None:
+            raise UnsupportedError("no model is loaded", works="load first")
+        start = time.monotonic()
+        emit(_progress("configure", 0, start))
+        plan = from_plain(MemoryPlan, arguments["plan"])
+        self._drop_engine()
+        self._engine = Engine(self._decoder, plan, seed=arguments.get("seed", 0))
+        emit(_progress("configure", 1, start))
+        return {"configure_s": time.monotonic() - start, "memory_parts": self._engine.memory_parts()}
+
+    def run(self, arguments: dict[str, Any], emit: Emit, is_cancelled: IsCancelled) -> dict[str, Any]:
+        """Serve `arguments["workload"]` under `arguments["options"]`."""
+        from labkit.specs import prompt_token_ids
+
+        if self._engine is None:
+            raise UnsupportedError("no engine is configured", works="configure first")
+        workload = from_plain(Workload, arguments["workload"])
+        options = from_plain(RunOptions, arguments["options"])
+        vocab_size = self._engine.plan.model.vocab_size
+        outcome = WorkloadRun(
+            self._engine,
+            workload,
+            lambda index: prompt_token_ids(workload, index, vocab_size=vocab_size),
+            options,
+            emit,
+            is_cancelled,
+        ).serve()
+        return {
+            "status": outcome.status,
+            "duration_s": outcome.duration_s,
+            "requests": rows_to_plain(outcome.requests),
+            "steps": rows_to_plain(outcome.steps),
+            "fullest_step": to_plain(outcome.fullest_step),
+            "block_map": to_plain(outcome.block_map),
+            "memory_parts": self._engine.memory_parts(),
+            "versions": versions(self._num_threads),
+        }
+
+    def close(self) -> None:
+        """Give pool and weights back."""
+        self._drop_engine()
+        self._decoder = None
+
+    def _drop_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+        gc.collect()
+
+
+def _threads_of_environment() -> int:
+    import os
+
+    return max(1, int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def _progress(phase: str, done: int, start: float) -> dict[str, Any]:
+    elapsed_s = time.monotonic() - start
+    remaining_s = 0.0 if done else None
+    return {
+        "type": "progress",
+        "phase": phase,
+        "done": done,
+        "total": 1,
+        "unit": "",
+        "elapsed_s": elapsed_s,
+        "remaining_s": remaining_s,
+    }

@@ -1,0 +1,327 @@
+"""`LabSession`: a model, a card and a traffic; plans, runs and their records. Draws nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from labkit.errors import CancelledError, DoesNotFitError, LabkitError, StoreError, WorkerError
+from labkit.experiments.run import RunOptions
+from labkit.experiments.runner import LocalRunner, RunAnswer, RunJob, Runner
+from labkit.experiments.store import RunStore, RunWriter
+from labkit.experiments.worker import OnEvent, Worker
+from labkit.measure.l2_model import simulate_l2_of_run
+from labkit.measure.memory_snapshot import measured_breakdown
+from labkit.measure.run_record import RequestRow, RunRecord, RunStatus, StepRow
+from labkit.memory import plan as make_plan
+from labkit.memory.records import MemoryPlan
+from labkit.specs import cpu_gpu, load_gpu, load_model, load_workload, name_of
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.gpu_spec import GpuSpec
+from labkit.specs.model_spec import ModelSpec
+from labkit.specs.workload import Workload
+from labkit.text import plain
+
+STORE_EVERY_S = 1.0
+L2_CARD = "H100"
+
+
+def _ignore(event: dict[str, Any]) -> None:
+    """Where nobody listens to events."""
+
+
+class LabSession:
+    """Plans and runs one model on one traffic, and remembers what came out.
+
+    The engine of this version computes on the CPU. With a card chosen, plans are the card's; a run is the CPU
+    engine's under the budget `cpu_memory_gib`, and its record says so.
+
+    Args:
+        model: catalogue name, hub id, folder, config.json or .gguf file, or a `ModelSpec`.
+        gpu: catalogue name, "auto" (the card of this machine, or the CPU), "cpu", or a `GpuSpec`.
+        workload: name of a trace or a file, or a `Workload`; needed for runs.
+        config: the knobs from which `plan` and `run` start.
+        store: where runs are kept; None for the user's own store.
+        num_threads: compute threads of the worker.
+        memory_limit_bytes: address space of the worker, None for no limit.
+        runner: carries out the runs; by default a worker process of this machine.
+
+    Raises:
+        LabkitError: something of these cannot be read; says what.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | ModelSpec,
+        gpu: str | GpuSpec = "auto",
+        workload: str | Path | Workload | None = None,
+        *,
+        config: EngineConfig | None = None,
+        store: RunStore | str | Path | None = None,
+        num_threads: int = 1,
+        memory_limit_bytes: int | None = None,
+        runner: Runner | None = None,
+    ) -> None:
+        self.model = model if isinstance(model, ModelSpec) else load_model(model)
+        self.source = self.model.source if isinstance(model, ModelSpec) else str(model)
+        self.gpu = gpu if isinstance(gpu, GpuSpec) else load_gpu(gpu)
+        self.workload = workload if isinstance(workload, Workload) or workload is None else load_workload(workload)
+        self.config = config or EngineConfig()
+        self.store = store if isinstance(store, RunStore) else RunStore(store)
+        self.records: list[RunRecord] = []
+        self._runner = runner or LocalRunner(Worker(num_threads=num_threads, memory_limit_bytes=memory_limit_bytes))
+        self._cancel = threading.Event()
+        self._running = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(model={plain(self.model.name, 60)!r}, gpu={plain(self.gpu.name, 60)!r})"
+
+    def __enter__(self) -> LabSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run goes on, in whatever thread."""
+        return self._running.locked()
+
+    def plan(self, config: EngineConfig | None = None, **changes: Any) -> MemoryPlan:
+        """The memory plan on the chosen card, of `config` (the session's when None) with `changes`.
+
+        Raises:
+            UnknownNameError, OutOfRangeError: a knob that does not exist or a value outside its range.
+        """
+        return make_plan(self.model, self.gpu, self._config(config, changes))
+
+    def run_plan(self, config: EngineConfig | None = None, **changes: Any) -> MemoryPlan:
+        """The plan under which `run` would run: that of this machine's CPU engine."""
+        config = self._config(config, changes)
+        gpu = self.gpu if self.gpu.is_cpu else cpu_gpu(config.cpu_memory_gib)
+        return make_plan(self.model, gpu, config)
+
+    def run(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        workload: Workload | None = None,
+        options: RunOptions | None = None,
+        name: str | None = None,
+        on_event: OnEvent | None = None,
+        **changes: Any,
+    ) -> RunRecord:
+        """Run the workload under `config` and return the record, which is in the store as well.
+
+        Args:
+            config: the session's when None; `changes` are knobs to set on top.
+            workload: instead of the session's.
+            options: arrival scale, temperature, seed.
+            name: what to call the run; by default what its knobs change.
+            on_event: called in this thread with dicts of type "status", "progress", "step", "log", "done", "error".
+
+        Returns:
+            The record, with status "finished", or "cancelled" after `cancel()`; then with what was done until then.
+
+        Raises:
+            DoesNotFitError: the plan does not fit, or the worker ran out of memory; says what would work.
+            WorkerError: the worker died or hung, with the cause; the run is stored as failed.
+            StoreError: the run could not be stored; it is in `records`, and `save` tries again.
+        """
+        tell = on_event or _ignore
+        if not self._running.acquire(blocking=False):
+            raise WorkerError("this session is running already", works="waiting for it, or Cancel")
+        try:
+            self._cancel.clear()
+            config = self._config(config, changes)
+            job = self._job(config, workload, options, tell)
+            return self._carry_out(job, name or name_of(config), tell)
+        except LabkitError as error:
+            tell(error_event(error))
+            raise
+        finally:
+            self._running.release()
+
+    def cancel(self) -> None:
+        """End the run that goes on, in at most a second; what was finished is kept. Callable from any thread."""
+        self._cancel.set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether Cancel was asked for since the last run began."""
+        return self._cancel.is_set()
+
+    def save(self, record: RunRecord) -> None:
+        """Store a record that the store refused before."""
+        self.store.save(record)
+
+    def close(self) -> None:
+        """Cancel, end the worker and give back the store; a second call does nothing."""
+        self.cancel()
+        self._runner.close()
+        self.store.close()
+
+    def _config(self, config: EngineConfig | None, changes: dict[str, Any]) -> EngineConfig:
+        base = config or self.config
+        return base.replace(**changes) if changes else base
+
+    def _job(
+        self, config: EngineConfig, workload: Workload | None, options: RunOptions | None, tell: OnEvent
+    ) -> RunJob:
+        workload = workload or self.workload
+        if workload is None:
+            raise LabkitError("there is no traffic to run", works="a workload, such as workload='azure-conv'")
+        plan = self.run_plan(config)
+        if not self.gpu.is_cpu:
+            text = f"the run is on this machine's CPU; nothing of it is measured on {plain(self.gpu.name, 60)}"
+            tell({"type": "log", "level": "info", "message": text})
+        if plan.verdict == "does not fit":
+            raise _does_not_fit(plan)
+        return RunJob(plan, workload, self.source, options or RunOptions())
+
+    def _carry_out(self, job: RunJob, name: str, tell: OnEvent) -> RunRecord:
+        log = _RunLog(self.store, self._blank_record(job, name), tell)
+        try:
+            answer = self._runner.run(job, tell, log.add, self._cancel)
+        except CancelledError:
+            record = log.finish("cancelled")
+        except LabkitError as error:
+            self.records.append(log.finish("failed", error=str(error)))
+            raise
+        except BaseException:
+            # Ctrl-C, or a callback that failed: for the record the same as Cancel.
+            self.records.append(log.finish("cancelled"))
+            raise
+        else:
+            record = log.finish(answer.status, answer=answer, l2_card=self._l2_card())
+        self.records.append(record)
+        log.raise_what_the_store_said()
+        tell({"type": "done", "run_id": record.run_id, "status": record.status, "name": record.name})
+        return record
+
+    def _blank_record(self, job: RunJob, name: str) -> RunRecord:
+        now = datetime.now(UTC)
+        workload, options = job.workload, job.options
+        return RunRecord(
+            run_id=f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}",
+            name=name,
+            created=now.isoformat(timespec="seconds").replace("+00:00", "Z"),
+            status="running",
+            config=job.plan.config,
+            model=job.plan.model,
+            gpu=job.plan.gpu,
+            workload={
+                "name": workload.name,
+                "source": workload.source,
+                "licence": workload.licence,
+                "steps": tuple(workload.steps),
+                "seed": workload.seed,
+                "num_requests": len(workload.requests),
+                **dataclasses.asdict(options),
+            },
+            plan=job.plan,
+            seed=options.seed,
+        )
+
+    def _l2_card(self) -> GpuSpec:
+        return load_gpu(L2_CARD) if self.gpu.is_cpu else self.gpu
+
+
+class _RunLog:
+    """The record of a run while it grows, in memory and, once a second, in the store."""
+
+    def __init__(self, store: RunStore, record: RunRecord, tell: OnEvent) -> None:
+        self._record = record
+        self._tell = tell
+        self._requests: list[RequestRow] = []
+        self._steps: list[StepRow] = []
+        self._stored = (0, 0)
+        self._stored_at = time.monotonic()
+        self._refusal: StoreError | None = None
+        self._writer: RunWriter = store.begin(record)
+
+    def add(self, requests: Sequence[RequestRow], steps: Sequence[StepRow]) -> None:
+        self._requests.extend(requests)
+        self._steps.extend(steps)
+        if time.monotonic() - self._stored_at < STORE_EVERY_S:
+            return
+        self._stored_at = time.monotonic()
+        first_request, first_step = self._stored
+        self._stored = (len(self._requests), len(self._steps))
+        try:
+            self._writer.append(self._requests[first_request:], self._steps[first_step:])
+        except StoreError as error:
+            # The rows wait in the writer: a full disk or a held lock must not end a run.
+            self._tell({"type": "log", "level": "warning", "message": str(error)})
+
+    def finish(
+        self, status: str, *, answer: RunAnswer | None = None, error: str = "", l2_card: GpuSpec | None = None
+    ) -> RunRecord:
+        if answer is not None:
+            self._requests.extend(answer.requests)
+            self._steps.extend(answer.steps)
+        last_step = self._steps[-1] if self._steps else None
+        until_s = last_step.start_s + last_step.duration_s if last_step else 0.0
+        record = dataclasses.replace(
+            self._record,
+            status=_final(status),
+            requests=tuple(sorted(self._requests, key=lambda row: (row.arrival_s, row.request_id))),
+            steps=tuple(self._steps),
+            duration_s=answer.duration_s if answer else until_s,
+            error=plain(error, 2000),
+        )
+        if answer is not None:
+            record = _with_measurements(record, answer, l2_card)
+        try:
+            self._writer.finish(record)
+        except StoreError as refusal:
+            self._refusal = refusal
+            self._tell({"type": "log", "level": "error", "message": str(refusal)})
+        return record
+
+    def raise_what_the_store_said(self) -> None:
+        """Raises the store's refusal of the finished run, if there was one."""
+        if self._refusal is not None:
+            raise self._refusal
+
+
+def _with_measurements(record: RunRecord, answer: RunAnswer, l2_card: GpuSpec | None) -> RunRecord:
+    counters = None
+    if l2_card is not None:
+        with contextlib.suppress(LabkitError):
+            counters = simulate_l2_of_run(record, l2_card)
+    return dataclasses.replace(
+        record,
+        measured=measured_breakdown(answer.memory_parts, record.plan, answer.fullest_step),
+        block_map=answer.block_map,
+        counters=counters,
+        versions=answer.versions,
+    )
+
+
+def _final(status: str) -> RunStatus:
+    return "cancelled" if status == "cancelled" else "failed" if status == "failed" else "finished"
+
+
+def _does_not_fit(plan: MemoryPlan) -> DoesNotFitError:
+    needed = f"{plan.config.max_model_len:,} tokens of KV cache for one request"
+    return DoesNotFitError(
+        f"{plain(plan.model.name, 60)} does not fit: {plan.binding_limit}",
+        needed=needed,
+        available=f"{plan.kv_cache_tokens:,} tokens",
+        works=f"max_model_len = {plan.max_model_len_that_fits}" if plan.max_model_len_that_fits > 0 else None,
+        knob="cpu_memory_gib" if plan.gpu.is_cpu else "gpu_memory_utilization",
+    )
+
+
+def error_event(error: LabkitError) -> dict[str, Any]:
+    """`error` as the event that a panel or a command line shows in its four parts."""
+    parts = {name: getattr(error, name) for name in ("needed", "available", "works", "knob")}
+    return {"type": "error", "kind": type(error).__name__, "message": error.message, **parts}

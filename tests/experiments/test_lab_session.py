@@ -1,0 +1,215 @@
+"""The session around a fake backend: plans, runs, Cancel, deaths, a full store; it can always be used again."""
+
+import dataclasses
+import sqlite3
+import threading
+
+import pytest
+from example_runs import example_workload
+
+from labkit.errors import DoesNotFitError, LabkitError, OutOfRangeError, StoreError, UnknownNameError, WorkerError
+from labkit.experiments.lab_session import LabSession
+from labkit.experiments.run import RunOptions
+from labkit.experiments.runner import LocalRunner
+from labkit.experiments.store import RunStore
+from labkit.experiments.worker import Worker
+from labkit.specs.engine_config import EngineConfig
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+@pytest.fixture
+def session(tmp_path):
+    runner = LocalRunner(Worker("fake_backend:FakeBackend", hang_timeout_s=5.0))
+    session = LabSession(MODEL, "cpu", example_workload(), store=tmp_path / "runs.sqlite3", runner=runner)
+    yield session
+    session.close()
+
+
+def named(name, num_requests=4, output_tokens=4):
+    return dataclasses.replace(example_workload(num_requests, output_tokens), name=name)
+
+
+def test_run_gives_a_complete_record_that_the_store_has_too(session):
+    events = []
+    record = session.run(EngineConfig(block_size=32), on_event=events.append)
+    assert record.status == "finished"
+    assert record.name == "block 32"
+    assert [row.request_id for row in record.requests] == [0, 1, 2, 3]
+    assert all(row.output_tokens == 4 and row.finish_reason == "length" for row in record.requests)
+    assert len(record.steps) == 4
+    assert record.config == record.plan.config
+    assert record.config.max_model_len is not None
+    assert record.measured.activation_bytes == 77
+    assert sum(record.measured.parts().values()) == record.plan.breakdown.total_bytes
+    assert record.counters.method.startswith("simulated")
+    assert record.counters.card == "H100 SXM"
+    assert record.workload["licence"] == "Apache-2.0"
+    assert session.store.get(record.run_id) == record
+    assert session.records == [record]
+    kinds = [event["type"] for event in events]
+    assert kinds[-1] == "done"
+    assert {"status", "progress", "step"} <= set(kinds)
+    assert "rows" not in kinds
+
+
+def test_weights_are_loaded_once_for_many_configurations(session):
+    for block_size in (8, 16, 32):
+        session.run(block_size=block_size)
+    assert session._runner.worker.generation == 1
+    assert sorted(run.name for run in session.store.list_runs()) == ["baseline", "block 32", "block 8"]
+    session.run(dtype="bfloat16")
+    assert len(session.store.list_runs()) == 4
+
+
+def test_plan_follows_the_chosen_card_and_run_says_that_it_is_the_cpu(tmp_path):
+    runner = LocalRunner(Worker("fake_backend:FakeBackend"))
+    with LabSession(MODEL, "H200", example_workload(), store=tmp_path / "s.db", runner=runner) as session:
+        assert session.plan().gpu.name == "H200"
+        events = []
+        record = session.run(on_event=events.append)
+    assert record.gpu.is_cpu
+    assert record.counters.card == "H200"
+    assert any("nothing of it is measured on H200" in event.get("message", "") for event in events)
+
+
+def test_bad_knobs_and_missing_traffic_are_said_before_anything_runs(session, tmp_path):
+    with pytest.raises(UnknownNameError, match="block_size"):
+        session.plan(blok_size=3)
+    with pytest.raises(OutOfRangeError, match="block_size"):
+        session.run(block_size=-1)
+    with LabSession(MODEL, "cpu", store=session.store) as without, pytest.raises(LabkitError, match="no traffic"):
+        without.run()
+    with pytest.raises(OutOfRangeError, match="arrival_scale"):
+        RunOptions(arrival_scale=-1)
+    assert session.store.list_runs() == ()
+
+
+def test_what_does_not_fit_is_refused_with_what_would_work(session):
+    events = []
+    with pytest.raises(DoesNotFitError, match=r"needed.*available.*turn: cpu_memory_gib"):
+        session.run(cpu_memory_gib=0.05, on_event=events.append)
+    assert events[-1]["type"] == "error"
+    assert events[-1]["knob"] == "cpu_memory_gib"
+    assert session.store.list_runs() == ()
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        ("kill@step", WorkerError, "SIGKILL"),
+        ("segv@run", WorkerError, "SIGSEGV"),
+        ("memory@step", DoesNotFitError, "ran out of memory"),
+        ("error@run", WorkerError, "broken"),
+    ],
+)
+def test_failed_run_is_kept_as_failed_and_the_session_goes_on(session, fault, error, words):
+    events = []
+    with pytest.raises(error, match=words):
+        session.run(workload=named(f"fault:{fault}"), on_event=events.append)
+    assert events[-1]["type"] == "error"
+    (stored,) = session.store.list_runs()
+    assert stored.status == "failed"
+    assert words in stored.record.error
+    assert session.run().status == "finished"
+
+
+def test_rows_before_a_death_are_kept(session):
+    with pytest.raises(WorkerError):
+        session.run(workload=named("fault:kill@step", output_tokens=50))
+    (stored,) = session.store.list_runs()
+    assert len(session.store.get(stored.run_id).steps) == 2
+
+
+def test_cancel_keeps_the_finished_part(session):
+    def stop(event):
+        if event["type"] == "step" and event["time_s"] > 0.1:
+            session.cancel()
+
+    record = session.run(workload=named("long", 2, 100_000), on_event=stop)
+    assert record.status == "cancelled"
+    assert len(record.steps) > 3
+    assert {row.finish_reason for row in record.requests} == {"cancelled"}
+    assert session.store.get(record.run_id) == record
+    assert session.run().status == "finished"
+
+
+def test_cancel_of_a_deaf_worker_keeps_what_had_arrived(session):
+    def stop(event):
+        if event["type"] == "step" and event["time_s"] > 0.05:
+            session.cancel()
+
+    record = session.run(workload=named("deaf", 1, 100_000), on_event=stop)
+    assert record.status == "cancelled"
+    assert record.steps
+    assert session.run(workload=named("after", 1, 2)).status == "finished"
+
+
+def test_interrupt_is_kept_as_cancelled(session):
+    def interrupt(event):
+        if event["type"] == "step":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.run(workload=named("long", 2, 100_000), on_event=interrupt)
+    assert session.store.list_runs()[0].status == "cancelled"
+    assert session.run().status == "finished"
+
+
+def test_second_run_at_the_same_time_is_refused(session):
+    refused = []
+
+    def again(event):
+        if event["type"] == "step" and not refused:
+            with pytest.raises(WorkerError, match="running already") as caught:
+                session.run()
+            refused.append(caught.value)
+
+    session.run(on_event=again)
+    assert refused
+    assert not session.is_running
+
+
+def test_run_in_another_thread_as_a_panel_does(session):
+    done = []
+    thread = threading.Thread(target=lambda: done.append(session.run()))
+    thread.start()
+    thread.join()
+    assert done[0].status == "finished"
+
+
+def test_store_that_is_locked_during_the_run_loses_nothing(session, monkeypatch):
+    monkeypatch.setattr("labkit.experiments.store_tables.BUSY_TIMEOUT_MS", 50)
+    monkeypatch.setattr("labkit.experiments.lab_session.STORE_EVERY_S", 0.0)
+    session.store = RunStore(session.store.location)
+    holder, events = sqlite3.connect(session.store.location, isolation_level=None), []
+
+    def hold(event):
+        events.append(event)
+        if event["type"] == "step" and sum(entry["type"] == "step" for entry in events) == 2:
+            holder.execute("BEGIN IMMEDIATE")
+        if event["type"] == "log" and holder.in_transaction:
+            holder.execute("ROLLBACK")
+
+    record = session.run(workload=named("long", 2, 20), on_event=hold)
+    assert any("another process held its lock" in event.get("message", "") for event in events)
+    assert session.store.get(record.run_id) == record
+
+
+def test_store_that_refuses_the_end_says_so_and_the_record_stays(session, monkeypatch):
+    def refuse(*_):
+        raise StoreError("the disk is full", works="freeing space")
+
+    monkeypatch.setattr("labkit.experiments.store.RunWriter.finish", refuse)
+    with pytest.raises(StoreError, match="disk is full"):
+        session.run()
+    (record,) = session.records
+    assert record.status == "finished"
+    assert len(record.requests) == 4
+
+
+def test_close_twice(session):
+    session.run()
+    session.close()
+    session.close()
+    assert session._runner.worker.pid is None
