@@ -208,7 +208,9 @@ def _read_kv_heads(fields: ConfigFields, heads: int) -> int:
     names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_query_groups", "multi_query_group_num")
     kv_heads = fields.integer(*names, default=heads, maximum=_MAX_HEADS)
     if kv_heads > heads or heads % kv_heads:
-        raise FileFormatError(f"{fields.where}: {heads} query heads cannot share {kv_heads} KV heads evenly")
+        raise FileFormatError(
+            f"num_key_value_heads in {fields.where}: {heads} query heads cannot share {kv_heads} evenly"
+        )
     return kv_heads
 
 
