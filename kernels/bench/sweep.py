@@ -1,0 +1,168 @@
+"""Design sweep: variants of the decode and prefill kernels on the table's shapes. usage: sweep.py OUT.json [processes]
+
+Needs `kernels/` on PYTHONPATH where labkit is not installed.
+
+Variants are compiled first in several processes (the disk cache is shared), then timed in one.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import time
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+
+import torch
+from labkit_kernels.heuristics import DecodeConfig, PrefillConfig
+from labkit_kernels.paged_decode import make_workspace, paged_decode
+from labkit_kernels.paged_prefill import paged_prefill
+from labkit_kernels.scores import Scores
+from shapes import DECODE, PREFILL, Inputs, Pool, Shape, make_inputs
+from timing import copy_ceiling, make_flush, read_ceiling, time_us
+
+SWEPT = ("64x4096", "256x1024", "1x32768", "8x16384", "128 ragged", "16x1024")
+KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+TINY = Shape("tiny", (256,) * 2)
+TINY_PREFILL = Shape("tiny", (256,) * 2, new=128)
+POOL_ELEMENTS = 2**30 + 2**27
+
+
+def decode_variants(kv: str) -> list[DecodeConfig]:
+    """Variants to time: operands swapped or not, tile, warps, stages, prefetch, programs on a multiprocessor."""
+    found = [
+        DecodeConfig(tile, warps, stages, swap, prefetch, ctas)
+        for (tile, warps), stages, swap, prefetch, ctas in product(
+            ((64, 4), (128, 4), (128, 8)), (2, 3, 4, 5), (True, False), (True, False), (1, 2, 3, 4)
+        )
+        if _sensible(kv, tile, warps, stages, swap, prefetch, ctas)
+    ]
+    return [*found, DecodeConfig(64, 4, 3, True, True, 2, evict="evict_first")]
+
+
+def _sensible(kv: str, tile: int, warps: int, stages: int, swap: bool, prefetch: bool, ctas: int) -> bool:
+    buffers = stages if prefetch else stages - 1
+    width = 2 if kv == "bf16" else 1
+    shared = 2 * tile * 128 * (buffers * width + (2 - width))
+    if tile == 128 and warps == 4 and (swap or kv == "bf16"):
+        return False
+    if not prefetch and not (swap and tile == 64 and stages >= 3):
+        return False
+    if not swap and (stages > 3 or (tile == 128 and warps == 8)):
+        return False
+    return 48_000 <= shared * ctas * 1.06 <= 225_000 and stages * width <= 8
+
+
+def prefill_variants() -> list[PrefillConfig]:
+    """Variants to time."""
+    return [
+        PrefillConfig(128, 64, 8, 2), PrefillConfig(128, 64, 8, 3), PrefillConfig(128, 64, 8, 4),
+        PrefillConfig(128, 128, 8, 2), PrefillConfig(128, 128, 8, 3), PrefillConfig(64, 64, 4, 2),
+        PrefillConfig(64, 64, 4, 3), PrefillConfig(128, 32, 8, 4),
+    ]  # fmt: skip
+
+
+def decode_call(inputs: Inputs, config: DecodeConfig):
+    """A planned decode call and its workspace."""
+    scores = Scores(scale=inputs.shape.head_dim**-0.5)
+    workspace = make_workspace(inputs.q, inputs.k, inputs.tables, scores, config=config)
+    workspace.plan(inputs.lens)
+    out = torch.empty_like(inputs.q)
+    args = (inputs.q, inputs.k, inputs.v, inputs.tables, inputs.lens, scores)
+    return workspace, lambda: paged_decode(*args, workspace=workspace, out=out)
+
+
+def prefill_call(inputs: Inputs, config: PrefillConfig | None):
+    """A prefill call."""
+    scores = Scores(scale=inputs.shape.head_dim**-0.5)
+    out = torch.empty_like(inputs.q)
+    args = (inputs.q, inputs.k, inputs.v, inputs.tables, inputs.lens, inputs.starts, scores)
+    return lambda: paged_prefill(*args, max_query_len=inputs.shape.new, out=out, config=config)
+
+
+def _compile(job: tuple[str, object, int]) -> str | None:
+    kv, config, block_size = job
+    pool = Pool(2**22)
+    try:
+        if isinstance(config, DecodeConfig):
+            decode_call(make_inputs(TINY, block_size, KV[kv], pool), config)[1]()
+        else:
+            prefill_call(make_inputs(TINY_PREFILL, block_size, KV[kv], pool), config)()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{job}: {type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
+def warm(jobs: list[tuple[str, object, int]], processes: int) -> list[str]:
+    """Compiles all jobs; returns what failed."""
+    with multiprocessing.get_context("spawn").Pool(processes) as workers:
+        return [message for message in workers.imap_unordered(_compile, jobs) if message]
+
+
+def sweep_decode(kv: str, pool: Pool, flush, rows: list[dict]) -> None:
+    """Times every variant on every swept shape."""
+    for shape in (s for s in DECODE if s.name in SWEPT):
+        inputs = make_inputs(shape, 16, KV[kv], pool)
+        for config in decode_variants(kv):
+            try:
+                workspace, call = decode_call(inputs, config)
+                us = time_us(call, flush, 15)
+                plan_us = time_us(lambda w=workspace, i=inputs: w.plan(i.lens), flush, 11)
+            except Exception as error:
+                rows.append(
+                    {"what": "decode", "kv": kv, "shape": shape.name, **asdict(config), "error": str(error)[:200]}
+                )
+                continue
+            rows.append(
+                {
+                    "what": "decode", "kv": kv, "shape": shape.name, **asdict(config), "us": us, "plan_us": plan_us,
+                    "gb_s": inputs.kv_bytes / us / 1e3, "plan": workspace.meta.tolist()[:2],
+                }
+            )  # fmt: skip
+
+
+def sweep_prefill(pool: Pool, flush, rows: list[dict]) -> None:
+    """Times every prefill variant on every prefill shape."""
+    for shape in PREFILL:
+        inputs = make_inputs(shape, 16, torch.bfloat16, pool)
+        for config in prefill_variants():
+            try:
+                us = time_us(prefill_call(inputs, config), flush, 7)
+            except Exception as error:
+                rows.append({"what": "prefill", "shape": shape.name, **asdict(config), "error": str(error)[:200]})
+                continue
+            rows.append(
+                {"what": "prefill", "shape": shape.name, **asdict(config), "us": us, "tflops": inputs.flops / us / 1e6}
+            )
+
+
+def main() -> None:
+    """Compiles, times, writes JSON, prints the best of each shape."""
+    out = Path(sys.argv[1])
+    started = time.time()
+    jobs = [(kv, config, 16) for kv in KV for config in decode_variants(kv)]
+    jobs += [("bf16", config, 16) for config in prefill_variants()]
+    failed = warm(jobs, int(sys.argv[2]) if len(sys.argv) > 2 else 8)
+    print(f"{len(jobs)} variants compiled in {time.time() - started:.0f} s; failed:", *failed, sep="\n  ", flush=True)
+    flush, pool = make_flush(), Pool(POOL_ELEMENTS)
+    rows: list[dict] = [{"what": "ceiling", "read_gb_s": read_ceiling(flush), "copy_gb_s": copy_ceiling(flush)}]
+    print(rows[0], flush=True)
+    for kv in KV:
+        sweep_decode(kv, pool, flush, rows)
+        out.write_text(json.dumps(rows, indent=1))
+        print(f"{kv} decode at {time.time() - started:.0f} s", flush=True)
+    sweep_prefill(pool, flush, rows)
+    out.write_text(json.dumps(rows, indent=1))
+    timed = [row for row in rows if "us" in row]
+    for key in dict.fromkeys((row["what"], row.get("kv"), row["shape"]) for row in timed):
+        group = sorted((r for r in timed if (r["what"], r.get("kv"), r["shape"]) == key), key=lambda r: r["us"])
+        for row in group[:3]:
+            print(*key, {k: v for k, v in row.items() if k not in ("what", "kv", "shape", "merge", "evict")})
+    print(f"done in {time.time() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

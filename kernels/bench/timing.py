@@ -1,0 +1,77 @@
+"""Timing on a card: CUDA-graph replays with the L2 flushed before each, medians; and the card's own ceilings."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+FLUSH_BYTES = 256 * 1024 * 1024
+REPEATS = 30
+
+
+def make_flush() -> Callable[[], None]:
+    """A function that pushes everything else out of the L2 (several times its size)."""
+    buffer = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    return buffer.zero_
+
+
+def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """`call` as a graph, after one warm-up on a side stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def time_us(call: Callable[[], object], flush: Callable[[], None], repeats: int = REPEATS) -> float:
+    """Median microseconds of one graph replay, cold L2."""
+    graph = capture(call)
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats + 3)]
+    for begin, end in pairs:
+        flush()
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in pairs[3:]) * 1e3
+
+
+@triton.jit
+def _read_kernel(x, out, num_blocks, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.int32)
+    for i in range(tl.program_id(0), num_blocks, tl.num_programs(0) * UNROLL):
+        for j in tl.static_range(UNROLL):
+            at = i + j * tl.num_programs(0)
+            total += tl.load(x + at.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), mask=at < num_blocks, other=0)
+    tl.store(out + tl.program_id(0), tl.sum(total, 0))
+
+
+def read_ceiling(flush: Callable[[], None], num_bytes: int = 2 * 1024**3) -> float:
+    """GB/s of a kernel that only reads: the best of several shapes."""
+    x = torch.ones(num_bytes // 4, dtype=torch.int32, device="cuda")
+    out = torch.empty(8192, dtype=torch.int32, device="cuda")
+    best = 0.0
+    for programs, block, unroll in ((132 * 8, 1024, 8), (132 * 8, 2048, 4), (132 * 4, 4096, 4), (132 * 16, 1024, 4)):
+        us = time_us(
+            lambda p=programs, b=block, u=unroll: _read_kernel[(p,)](x, out, x.numel() // b, BLOCK=b, UNROLL=u),
+            flush,
+            11,
+        )
+        best = max(best, num_bytes / us / 1e3)
+    return best
+
+
+def copy_ceiling(flush: Callable[[], None], num_bytes: int = 2 * 1024**3) -> float:
+    """GB/s of a device copy, bytes read plus bytes written."""
+    source = torch.ones(num_bytes // 4, dtype=torch.int32, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * num_bytes / time_us(lambda: target.copy_(source), flush, 11) / 1e3

@@ -1,0 +1,106 @@
+"""Launch settings by architecture, KV kind, head size and rows: recorded in heuristics.json, never tuned at run time.
+
+`kernels/bench/tune.py` measures the candidates on a card and rewrites its part of the file.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from importlib.resources import files
+
+import torch
+
+from labkit_kernels.checks import KernelValueError
+
+TABLE = "heuristics.json"
+INTERPRETER_SLOTS = 8
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Settings of the decode kernel.
+
+    tile: KV tokens of one step. swap: KV tokens are the rows of the matrix instruction and queries its columns
+    (Hopper's WGMMA, at most 32 columns); otherwise queries are the rows. prefetch: block ids are read one tile ahead.
+    ctas_per_sm: programs of one multiprocessor at the same time, which the split aims at. merge: partial values read at once when splits are merged.
+    """
+
+    tile: int = 64
+    warps: int = 4
+    stages: int = 3
+    swap: bool = False
+    prefetch: bool = True
+    ctas_per_sm: int = 2
+    merge: int = 4096
+    evict: str = ""
+
+    def padded_rows(self, rows: int) -> int:
+        """Query rows as the matrix instruction takes them: a power of two, at least 16."""
+        return max(16, 1 << (rows - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Settings of the prefill kernel: rows of queries (token × head of a group), KV tokens of a step, warps, stages."""
+
+    rows: int = 128
+    tile: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+@cache
+def _table() -> dict[str, list[dict]]:
+    return json.loads(files("labkit_kernels").joinpath(TABLE).read_text(encoding="utf-8"))
+
+
+def _family(arch: int) -> str:
+    """The recorded architecture nearest below `arch`."""
+    known = sorted(int(name) for name in _table()["architectures"])
+    below = [name for name in known if name <= arch]
+    return str(below[-1] if below else known[0])
+
+
+def _first_match(rules: list[dict], facts: dict[str, object]) -> dict:
+    """Settings of the first rule whose conditions hold: equal, or `max_<fact>` not below it."""
+    for rule in rules:
+        conditions = rule["when"].items()
+        if all(
+            facts[name[4:]] <= limit if name.startswith("max_") else facts[name] in limit  # type: ignore[operator]
+            for name, limit in conditions
+        ):
+            return rule["use"]
+    raise KernelValueError(f"{TABLE} has no rule for {facts}")
+
+
+def _config(kind: type, settings: dict):
+    unknown = set(settings) - {field.name for field in fields(kind)}
+    if unknown:
+        raise KernelValueError(f"{TABLE} has unknown settings {sorted(unknown)} for {kind.__name__}")
+    return kind(**settings)
+
+
+def decode_config(arch: int, kv_kind: str, head_dim: int, rows: int) -> DecodeConfig:
+    """Settings for `rows` query rows of one KV head on compute capability `arch` (90 = 9.0)."""
+    rules = _table()["architectures"][_family(arch)]["decode"]
+    return _config(DecodeConfig, _first_match(rules, {"kv": kv_kind, "head_dim": head_dim, "rows": rows}))
+
+
+def prefill_config(arch: int, kv_kind: str, head_dim: int, rows: int) -> PrefillConfig:
+    """Settings for sequences of up to `rows` query rows of one KV head."""
+    rules = _table()["architectures"][_family(arch)]["prefill"]
+    return _config(PrefillConfig, _first_match(rules, {"kv": kv_kind, "head_dim": head_dim, "rows": rows}))
+
+
+def num_slots(device: torch.device, config: DecodeConfig) -> int:
+    """Programs that the card runs at once under `config`."""
+    if device.type != "cuda":
+        return INTERPRETER_SLOTS
+    return torch.cuda.get_device_properties(device).multi_processor_count * config.ctas_per_sm
+
+
+def as_dict(config: DecodeConfig | PrefillConfig) -> dict[str, object]:
+    """The settings as plain values, for tables of results."""
+    return asdict(config)

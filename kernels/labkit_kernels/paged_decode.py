@@ -1,0 +1,359 @@
+"""Paged decode attention: 1 to 8 query tokens a sequence, the query heads of a KV head in one program, split over KV.
+
+Reference: `labkit_kernels.reference.paged_attention`. The softmax is the online one of FlashAttention (arXiv 2205.14135)
+in base 2; partial results are merged by their log-sum-exp (arXiv 2402.05099) by the program that finishes last, in a
+fixed order, so repeated runs give the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from labkit_kernels.checks import KernelTypeError, KernelValueError, check_cache, check_lengths, check_out
+from labkit_kernels.decode_plan import DecodeWorkspace
+from labkit_kernels.ops import block_ids, cache_kind, load_rows, readable, row_offsets, soft_cap, to_compute
+from labkit_kernels.scores import Scores, by_row, by_token, finish_rows, score_arguments, sequence_rows
+
+
+@triton.jit
+def _scores(
+    q, k, tokens, limit, k_tokens, qk_scale, softcap, window,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr, SWAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Base-2 scores of a tile, -inf where a row may not look: `[tokens, rows]` swapped, else `[rows, tokens]`."""
+    if SWAP:
+        s = tl.dot(k, q, input_precision=PRECISION)
+    else:
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SOFTCAP:
+        s = s * (qk_scale * 0.6931471805599453)
+        if TOKEN_SCALES:
+            s = s * by_token(k_tokens, SWAP)
+        s = soft_cap(s, softcap) * 1.4426950408889634
+    else:
+        s = s * qk_scale
+        if TOKEN_SCALES:
+            s = s * by_token(k_tokens, SWAP)
+    visible = by_token(tokens, SWAP) <= by_row(limit, SWAP)
+    if WINDOW:
+        visible = visible & (by_token(tokens, SWAP) > by_row(limit - window, SWAP))
+    return tl.where(visible, s, float("-inf"))
+
+
+@triton.jit
+def _attend(
+    q, limit, k_base, v_base, k_tokens, v_tokens, table, start, end, qk_scale, softcap, window, fence,
+    k_stride_block, k_stride_slot, v_stride_block, v_stride_slot, ts_stride_block, ts_stride_slot,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SWAP: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over tokens start … end: output not yet divided, row maxima (base 2), row sums."""
+    TOKENS: tl.constexpr = 0 if SWAP else 1
+    offs = tl.arange(0, TILE)
+    d = tl.arange(0, DP)
+    m = tl.full([N], float("-inf"), tl.float32)
+    if SWAP:
+        sums = tl.zeros([TILE, N], tl.float32)
+        acc = tl.zeros([DP, N], tl.float32)
+    else:
+        sums = tl.zeros([N, TILE], tl.float32)
+        acc = tl.zeros([N, DP], tl.float32)
+    ahead = block_ids(table, start, offs, end, BLOCK_SIZE, TILE)
+    for at in tl.range(start, end, TILE, num_stages=STAGES):
+        if PREFETCH:
+            blocks = ahead
+            ahead = block_ids(table, at + TILE, offs, end, BLOCK_SIZE, TILE)
+        else:
+            blocks = block_ids(table, at, offs, end, BLOCK_SIZE, TILE)
+        tokens = at + offs
+        mask = (tokens < end)[:, None] & (d < D)[None, :]
+        k_at = row_offsets(blocks, tokens, k_stride_block, k_stride_slot, BLOCK_SIZE)
+        k = to_compute(load_rows(k_base, k_at[:, None] + d[None, :], mask, True, EVICT), fence, KIND, ASM)
+        ks = tokens
+        if TOKEN_SCALES:
+            ts_at = row_offsets(blocks, tokens, ts_stride_block, ts_stride_slot, BLOCK_SIZE)
+            ks = tl.load(k_tokens + ts_at, mask=tokens < end, other=0.0)
+        s = _scores(q, k, tokens, limit, ks, qk_scale, softcap, window, WINDOW, SOFTCAP, TOKEN_SCALES, SWAP, PRECISION)
+        m_new = tl.maximum(m, tl.max(s, TOKENS))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = by_row(tl.exp2(m - safe), SWAP)
+        p = tl.exp2(s - by_row(safe, SWAP))
+        sums = sums * alpha + p
+        m = m_new
+        if TOKEN_SCALES:
+            # 2⁸ keeps weights times small scales out of fp16's subnormals; `value_scale` takes it back.
+            p = p * (by_token(tl.load(v_tokens + ts_at, mask=tokens < end, other=0.0), SWAP) * 256.0)
+        v_at = row_offsets(blocks, tokens, v_stride_block, v_stride_slot, BLOCK_SIZE)
+        v = to_compute(load_rows(v_base, v_at[:, None] + d[None, :], mask, True, EVICT), fence, KIND, ASM)
+        if SWAP:
+            acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * alpha, input_precision=PRECISION)
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha, input_precision=PRECISION)
+    if SWAP:
+        acc = tl.trans(acc)
+    return acc, m, tl.sum(sums, TOKENS)
+
+
+@triton.jit
+def merge_partials(
+    partial_out, partial_stats, scratch, first, full, last, count, head, PROGRAMS, rows,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Merges the partial results of one sequence and KV head, in the order of its chunks: `[ROWS, DP]`, maxima, sums."""
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    for start in tl.range(0, count, STEP, num_stages=1):
+        chunk = start + tl.arange(0, STEP)
+        item = tl.where(chunk < full, first + chunk, last).to(tl.int64)
+        slot = ((item * PROGRAMS + head) * N)[:, None] + r[None, :]
+        ok = (chunk < count)[:, None] & (r < rows)[None, :]
+        m_part = tl.load(partial_stats + slot, mask=ok, other=float("-inf"), cache_modifier=".cg")
+        total_part = tl.load(partial_stats + scratch + slot, mask=ok, other=0.0, cache_modifier=".cg")
+        ok_out = ok[:, :, None] & (d < D)[None, None, :]
+        part = tl.load(
+            partial_out + slot[:, :, None] * D + d[None, None, :], mask=ok_out, other=0.0, cache_modifier=".cg"
+        )
+        m_new = tl.maximum(m, tl.max(m_part, 0))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight = tl.exp2(m_part - safe[None, :])
+        alpha = tl.exp2(m - safe)
+        acc = acc * alpha[:, None] + tl.sum(part * weight[:, :, None], 0)
+        total = total * alpha + tl.sum(total_part * weight, 0)
+        m = m_new
+    return acc, m, total
+
+
+@triton.jit
+def _store_partial(
+    acc, m, total, partial_out, partial_stats, scratch, item, head, PROGRAMS, valid,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    r = tl.arange(0, N)
+    d = tl.arange(0, DP)
+    slot = (item.to(tl.int64) * PROGRAMS + head) * N + r
+    tl.store(partial_out + slot[:, None] * D + d[None, :], acc, mask=valid[:, None] & (d < D)[None, :])
+    tl.store(partial_stats + slot, m, mask=valid)
+    tl.store(partial_stats + scratch + slot, total, mask=valid)
+
+
+@triton.jit
+def _query(q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND: tl.constexpr, HEADS: tl.constexpr,
+           D: tl.constexpr, DP: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
+    """Query rows of one program, token-major then head; transposed when swapped; fp16 for 8-bit caches."""
+    d = tl.arange(0, DP)
+    at = (q_start + rows // HEADS).to(tl.int64) * q_stride_token + (q_head + rows % HEADS) * q_stride_head
+    x = tl.load(q + at[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    if KIND != "native":
+        x = x.to(tl.float16)
+    if SWAP:
+        x = tl.trans(x)
+    return x
+
+
+@triton.jit
+def _write_rows(
+    acc, m, total, out, lse, sinks, q_start, q_head, rows, value_scale, out_stride_token, out_stride_head,
+    lse_stride_token, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr,
+    LSE: tl.constexpr,
+):  # fmt: skip
+    """Finishes the rows of one sequence and program."""
+    r = tl.arange(0, N)
+    valid = r < rows
+    head = q_head + r % HEADS
+    token = (q_start + r // HEADS).to(tl.int64)
+    sink = m
+    if SINKS:
+        sink = tl.load(sinks + head, mask=valid, other=0.0) * 1.4426950408889634
+    finish_rows(
+        acc, m, total, out, lse, token * out_stride_token + head * out_stride_head, token * lse_stride_token + head,
+        valid, sink, value_scale, D, DP, SINKS, LSE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _arrive(counter, count):
+    """Whether this program is the last of `count` to come here; the last one sets the counter back to 0.
+
+    The barrier and the release order every thread's partial results before the count.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit(do_not_specialize=["window", "max_batch", "scratch", "table_stride"])
+def _decode_kernel(
+    q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, out, lse,
+    meta, item_seq, item_chunk, seq_info, counters, partial_out, partial_stats,
+    sinks, k_scale_ptr, v_scale_ptr, k_tokens, v_tokens,
+    scale, softcap, window, k_scale, v_scale, fence, ks_stride, vs_stride,
+    ts_stride_block, ts_stride_slot, ts_stride_head, max_batch, scratch, table_stride,
+    q_stride_token, q_stride_head, k_stride_block, k_stride_slot, k_stride_head,
+    v_stride_block, v_stride_slot, v_stride_head, out_stride_token, out_stride_head, lse_stride_token,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALE_TENSORS: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, LSE: tl.constexpr, RAGGED: tl.constexpr,
+    QUERY_LEN: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PROGRAMS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, EVICT: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0) // PROGRAMS
+    program = tl.program_id(0) % PROGRAMS
+    if item >= tl.load(meta):
+        return
+    seq = tl.load(item_seq + item)
+    start = tl.load(item_chunk + item) * tl.load(meta + 1) * TILE
+    first = tl.load(seq_info + seq)
+    full = tl.load(seq_info + max_batch + seq)
+    last = tl.load(seq_info + 2 * max_batch + seq)
+    seq_len = tl.load(seq_lens + seq)
+    q_start, query_len = sequence_rows(query_start_loc, seq, QUERY_LEN, RAGGED)
+    kv_head = (program * HEADS // GROUP).to(tl.int64)
+    r = tl.arange(0, N)
+    rows = query_len * HEADS
+    limit = tl.where(r < rows, seq_len - query_len + r // HEADS, -1)
+    if WINDOW:
+        start += tl.maximum(seq_len - query_len - window + 1, 0) // TILE * TILE
+    end = tl.minimum(start + tl.load(meta + 1) * TILE, seq_len)
+    if SCALE_TENSORS:
+        k_scale *= tl.load(k_scale_ptr + kv_head * ks_stride)
+        v_scale *= tl.load(v_scale_ptr + kv_head * vs_stride)
+    if TOKEN_SCALES:
+        v_scale *= 0.00390625
+    queries = _query(q, q_start, program * HEADS, r, r < rows, q_stride_token, q_stride_head, KIND, HEADS, D, DP, SWAP)
+    acc, m, total = _attend(
+        queries, limit, k_cache + kv_head * k_stride_head, v_cache + kv_head * v_stride_head,
+        k_tokens + kv_head * ts_stride_head, v_tokens + kv_head * ts_stride_head,
+        block_tables + seq.to(tl.int64) * table_stride, start, end, scale * k_scale * 1.4426950408889634, softcap,
+        window, tl.full([], fence, tl.float16), k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+        ts_stride_block, ts_stride_slot, WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP, N, TILE, BLOCK_SIZE,
+        SWAP, PREFETCH, STAGES, PRECISION, EVICT,
+    )  # fmt: skip
+    count = full + tl.where(last >= 0, 1, 0)
+    if count == 1:
+        _write_rows(
+            acc, m, total, out, lse, sinks, q_start, program * HEADS, rows, v_scale, out_stride_token,
+            out_stride_head, lse_stride_token, HEADS, D, DP, N, SINKS, LSE,
+        )  # fmt: skip
+    else:
+        _store_partial(acc, m, total, partial_out, partial_stats, scratch, item, program, PROGRAMS, r < rows, D, DP, N)
+        if _arrive(counters + seq * PROGRAMS + program, count):
+            acc2, m2, total2 = merge_partials(
+                partial_out, partial_stats, scratch, first, full, last, count, program, PROGRAMS, rows, D, DP, N,
+                ROWS, STEP,
+            )  # fmt: skip
+            _write_rows(
+                acc2, m2, total2, out, lse, sinks, q_start, program * HEADS, rows, v_scale, out_stride_token,
+                out_stride_head, lse_stride_token, HEADS, D, DP, ROWS, SINKS, LSE,
+            )  # fmt: skip
+
+
+def _check_workspace(workspace: DecodeWorkspace, q: torch.Tensor, k_cache: torch.Tensor, scores: Scores) -> None:
+    wanted = (workspace.num_q_heads, workspace.num_kv_heads, workspace.head_dim)
+    given = (q.shape[1], k_cache.shape[2], q.shape[2])
+    if wanted != given:
+        raise KernelValueError(f"the workspace is for (q heads, KV heads, head size) {wanted}; the call has {given}")
+    if workspace.window != scores.window:
+        raise KernelValueError(f"the workspace was planned for window {workspace.window}; the call has {scores.window}")
+    if workspace.kv_dtype != k_cache.dtype:
+        raise KernelTypeError(f"the workspace is for KV dtype {workspace.kv_dtype}; the cache has {k_cache.dtype}")
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scores: Scores,
+    *,
+    workspace: DecodeWorkspace | None = None,
+    query_start_loc: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of each sequence's last tokens over its cached keys; returns `out [tokens, q heads, head size]`.
+
+    q `[tokens, q heads, head size]` bf16, fp16 or fp32; k_cache, v_cache `[blocks, block size, KV heads, head size]` in
+    q's dtype, fp8 e4m3/e5m2, int8, or uint8 (e4m3 as bits), any strides with a contiguous last dimension; block_tables
+    int32 `[sequences, blocks]`; seq_lens int32 `[sequences]` with the query tokens counted (0 gives zeros).
+    query_start_loc int32 `[sequences + 1]` where sequences have different numbers of query tokens. lse float32
+    `[tokens, q heads]` is filled where given. With a `workspace` the caller has run `workspace.plan(seq_lens)` for this
+    step; without one a plan is made and dropped. Raises KernelValueError or KernelTypeError naming the argument.
+    """
+    check_cache(q, k_cache, v_cache, block_tables)
+    check_lengths(q, block_tables, seq_lens, query_start_loc)
+    scores.check(q, k_cache)
+    batch = seq_lens.shape[0]
+    out = torch.empty_like(q) if out is None else out
+    check_out("out", out, q.shape, q.dtype, q.device)
+    if lse is not None:
+        check_out("lse", lse, q.shape[:2], torch.float32, q.device)
+    if batch == 0 or q.shape[0] == 0:
+        return out
+    if workspace is None:
+        if query_start_loc is not None:
+            raise KernelValueError("query_start_loc needs a workspace made with the largest query_len")
+        workspace = make_workspace(q, k_cache, block_tables, scores)
+        workspace.plan(seq_lens)
+    _check_workspace(workspace, q, k_cache, scores)
+    if query_start_loc is None and q.shape[0] != batch * workspace.query_len:
+        raise KernelValueError(
+            f"q has {q.shape[0]} tokens; {batch} sequences of {workspace.query_len} tokens have "
+            f"{batch * workspace.query_len}"
+        )
+    _launch(q, k_cache, v_cache, block_tables, seq_lens, scores, workspace, query_start_loc, out, lse)
+    return out
+
+
+def make_workspace(
+    q: torch.Tensor, k_cache: torch.Tensor, block_tables: torch.Tensor, scores: Scores, **options
+) -> DecodeWorkspace:
+    """A workspace that fits one call; `options` go to `DecodeWorkspace`."""
+    settings = {
+        "max_batch": block_tables.shape[0],
+        "max_seq_len": max(1, block_tables.shape[1] * k_cache.shape[1]),
+        "num_q_heads": q.shape[1],
+        "num_kv_heads": k_cache.shape[2],
+        "head_dim": q.shape[2],
+        "kv_dtype": k_cache.dtype,
+        "device": q.device,
+        "query_len": max(1, q.shape[0] // block_tables.shape[0]),
+        "window": scores.window,
+    }
+    return DecodeWorkspace(**(settings | options))
+
+
+def _launch(q, k_cache, v_cache, block_tables, seq_lens, scores, workspace, query_start_loc, out, lse) -> None:
+    kind = cache_kind(k_cache)
+    arguments = score_arguments(scores, q, kind)
+    config, programs = workspace.config, workspace.programs
+    padded = triton.next_power_of_2(q.shape[2])
+    rows = triton.next_power_of_2(workspace.heads_per_program * workspace.query_len)
+    items = workspace.max_items + seq_lens.shape[0] - workspace.max_batch
+    if workspace.deterministic:
+        items = workspace.max_items
+    _decode_kernel[(items * programs,)](
+        q, readable(k_cache, kind), readable(v_cache, kind), block_tables, seq_lens,
+        seq_lens if query_start_loc is None else query_start_loc, out, out if lse is None else lse,
+        workspace.meta, workspace.items[0], workspace.items[1], workspace.seq_info, workspace.counters,
+        workspace.partial_out, workspace.partial_stats, *arguments.tensors, *arguments.numbers,
+        workspace.max_batch, workspace.partial_stats.shape[1], block_tables.stride(0),
+        q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3], out.stride(0), out.stride(1),
+        0 if lse is None else lse.stride(0),
+        **arguments.switches, LSE=lse is not None, RAGGED=query_start_loc is not None, QUERY_LEN=workspace.query_len,
+        GROUP=q.shape[1] // k_cache.shape[2], HEADS=workspace.heads_per_program, PROGRAMS=programs,
+        D=q.shape[2], DP=padded, N=workspace.rows, TILE=config.tile, BLOCK_SIZE=k_cache.shape[1],
+        SWAP=config.swap, PREFETCH=config.prefetch, STAGES=config.stages, EVICT=config.evict,
+        PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
+        ROWS=rows, STEP=max(1, config.merge // (rows * padded)), num_warps=config.warps,
+    )  # fmt: skip

@@ -1,0 +1,229 @@
+"""Paged attention of prefills and chunks of any length, mixed in one launch, causal over the cached context.
+
+Reference: `labkit_kernels.reference.paged_attention`. Rows of the matrix instruction are (token, head of the group), so
+a KV tile is read once for all query heads of its KV head. The new tokens are read from the cache, written before.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from labkit_kernels.checks import KernelValueError, check_cache, check_lengths, check_out
+from labkit_kernels.heuristics import PrefillConfig, prefill_config
+from labkit_kernels.ops import (
+    block_ids,
+    cache_kind,
+    capability,
+    load_rows,
+    readable,
+    row_offsets,
+    soft_cap,
+    to_compute,
+)
+from labkit_kernels.scores import Scores, finish_rows, score_arguments
+
+
+@triton.jit
+def _find_sequence(query_start_loc, block, batch, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Sequence of a row block: the last i with query_start_loc[i] · GROUP // ROWS + i <= block.
+
+    Each sequence thus owns at least as many blocks as it has rows to fill; the blocks left over return at once.
+    """
+    low = 0
+    high = batch
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) * GROUP // ROWS + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _tile_scores(
+    q, k, tokens, limit, ks, qk_scale, softcap, window,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores `[rows, tokens]` in base 2 after `multiplier`, which stays out of them where one FMA can take it along."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if TOKEN_SCALES:
+        s = s * ks[None, :]
+    if SOFTCAP:
+        s = soft_cap(s * (qk_scale * 0.6931471805599453), softcap) * 1.4426950408889634
+    if MASKED:
+        visible = tokens[None, :] <= limit[:, None]
+        if WINDOW:
+            visible = visible & (tokens[None, :] > (limit - window)[:, None])
+        s = tl.where(visible, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def _attend_tiles(
+    acc, m, total, q, limit, k_base, v_base, k_tokens, v_tokens, table, start, end, qk_scale, softcap, window, fence,
+    k_stride_block, k_stride_slot, v_stride_block, v_stride_slot, ts_stride_block, ts_stride_slot,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    KIND: tl.constexpr, ASM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, SAME_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over tokens start … end, start being a whole number of tiles."""
+    offs = tl.arange(0, TILE)
+    d = tl.arange(0, DP)
+    multiplier = qk_scale
+    if SOFTCAP:
+        multiplier = 1.0
+    ahead = block_ids(table, start, offs, end, BLOCK_SIZE, TILE)
+    for at in tl.range(start, end, TILE, num_stages=STAGES):
+        blocks = ahead
+        ahead = block_ids(table, at + TILE, offs, end, BLOCK_SIZE, TILE)
+        tokens = at + offs
+        mask = (d < D)[None, :]
+        if MASKED:
+            mask = mask & (tokens < end)[:, None]
+        k_at = row_offsets(blocks, tokens, k_stride_block, k_stride_slot, BLOCK_SIZE)
+        k = to_compute(load_rows(k_base, k_at[:, None] + d[None, :], mask, MASKED or D != DP, ""), fence, KIND, ASM)
+        ks = tokens
+        if TOKEN_SCALES:
+            ts_at = row_offsets(blocks, tokens, ts_stride_block, ts_stride_slot, BLOCK_SIZE)
+            ks = tl.load(k_tokens + ts_at, mask=tokens < end, other=0.0)
+        s = _tile_scores(
+            q, k, tokens, limit, ks, qk_scale, softcap, window, MASKED, WINDOW, SOFTCAP, TOKEN_SCALES, PRECISION
+        )
+        m_new = tl.maximum(m, tl.max(s, 1) * multiplier)
+        safe = m_new
+        if MASKED:
+            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - safe)
+        p = tl.exp2(s * multiplier - safe[:, None])
+        total = total * alpha + tl.sum(p, 1)
+        m = m_new
+        if TOKEN_SCALES:
+            p = p * (tl.load(v_tokens + ts_at, mask=tokens < end, other=0.0)[None, :] * 256.0)
+        v_at = k_at
+        if not SAME_STRIDES:
+            v_at = row_offsets(blocks, tokens, v_stride_block, v_stride_slot, BLOCK_SIZE)
+        v = to_compute(load_rows(v_base, v_at[:, None] + d[None, :], mask, MASKED or D != DP, ""), fence, KIND, ASM)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m, total
+
+
+@triton.jit(do_not_specialize=["batch", "window", "table_stride"])
+def _prefill_kernel(
+    q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, out, lse,
+    sinks, k_scale_ptr, v_scale_ptr, k_tokens, v_tokens,
+    scale, softcap, window, k_scale, v_scale, fence, ks_stride, vs_stride,
+    ts_stride_block, ts_stride_slot, ts_stride_head, batch, table_stride,
+    q_stride_token, q_stride_head, k_stride_block, k_stride_slot, k_stride_head,
+    v_stride_block, v_stride_slot, v_stride_head, out_stride_token, out_stride_head, lse_stride_token,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALE_TENSORS: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, LSE: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, SAME_STRIDES: tl.constexpr,
+):  # fmt: skip
+    # Blocks from the end first: they see the most keys, and short ones fill the tail.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    seq = _find_sequence(query_start_loc, block, batch, GROUP, ROWS)
+    q_start = tl.load(query_start_loc + seq)
+    query_len = tl.load(query_start_loc + seq + 1) - q_start
+    row_start = (block - (q_start * GROUP // ROWS + seq)) * ROWS
+    if row_start >= query_len * GROUP:
+        return
+    r = row_start + tl.arange(0, ROWS)
+    valid = r < query_len * GROUP
+    context = tl.load(seq_lens + seq) - query_len
+    limit = context + tl.minimum(r // GROUP, query_len - 1)
+    head = tl.program_id(1) * GROUP + r % GROUP
+    token = (q_start + tl.minimum(r // GROUP, query_len - 1)).to(tl.int64)
+    d = tl.arange(0, DP)
+    inside = valid[:, None] & (d < D)[None, :]
+    queries = tl.load(q + (token * q_stride_token + head * q_stride_head)[:, None] + d[None, :], mask=inside, other=0.0)
+    if KIND != "native":
+        queries = queries.to(tl.float16)
+    if SCALE_TENSORS:
+        k_scale *= tl.load(k_scale_ptr + kv_head * ks_stride)
+        v_scale *= tl.load(v_scale_ptr + kv_head * vs_stride)
+    if TOKEN_SCALES:
+        v_scale *= 0.00390625
+    end = context + tl.minimum((row_start + ROWS - 1) // GROUP, query_len - 1) + 1
+    masked_from = (context + row_start // GROUP + 1) // TILE * TILE
+    start = 0
+    if WINDOW:
+        start = tl.maximum(context + row_start // GROUP - window + 1, 0) // TILE * TILE
+        masked_from = start
+    qk_scale = scale * k_scale * 1.4426950408889634
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for part in tl.static_range(2):
+        if part == 1 or not WINDOW:
+            acc, m, total = _attend_tiles(
+                acc, m, total, queries, limit, k_cache + kv_head * k_stride_head, v_cache + kv_head * v_stride_head,
+                k_tokens + kv_head * ts_stride_head, v_tokens + kv_head * ts_stride_head,
+                block_tables + seq.to(tl.int64) * table_stride, start if part == 0 else masked_from,
+                masked_from if part == 0 else end, qk_scale, softcap, window, tl.full([], fence, tl.float16),
+                k_stride_block, k_stride_slot, v_stride_block, v_stride_slot, ts_stride_block, ts_stride_slot,
+                part == 1, WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP, TILE, BLOCK_SIZE,
+                STAGES if WINDOW or part == 0 else 1, PRECISION, SAME_STRIDES,
+            )  # fmt: skip
+    sink = m
+    if SINKS:
+        sink = tl.load(sinks + head) * 1.4426950408889634
+    finish_rows(
+        acc, m, total, out, lse, token * out_stride_token + head * out_stride_head, token * lse_stride_token + head,
+        valid, sink, v_scale, D, DP, SINKS, LSE,
+    )  # fmt: skip
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    scores: Scores,
+    *,
+    max_query_len: int,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    config: PrefillConfig | None = None,
+) -> torch.Tensor:
+    """Attention of chunks over their cached context; returns `out [tokens, q heads, head size]`.
+
+    Sequence i brings the query tokens query_start_loc[i] … query_start_loc[i + 1] of q, the last of its seq_lens[i]
+    tokens; K and V of all of them are in the cache. max_query_len chooses the launch settings only: any bound that
+    does not change under a CUDA graph. Tensors as in `paged_decode`. Raises KernelValueError or KernelTypeError naming
+    the argument.
+    """
+    check_cache(q, k_cache, v_cache, block_tables)
+    check_lengths(q, block_tables, seq_lens, query_start_loc)
+    scores.check(q, k_cache)
+    if max_query_len < 1:
+        raise KernelValueError(f"max_query_len is {max_query_len}; it must be at least 1")
+    out = torch.empty_like(q) if out is None else out
+    check_out("out", out, q.shape, q.dtype, q.device)
+    if lse is not None:
+        check_out("lse", lse, q.shape[:2], torch.float32, q.device)
+    batch = seq_lens.shape[0]
+    if batch == 0 or q.shape[0] == 0:
+        return out
+    kind = cache_kind(k_cache)
+    group = q.shape[1] // k_cache.shape[2]
+    config = config or prefill_config(capability(q.device), kind, q.shape[2], max_query_len * group)
+    arguments = score_arguments(scores, q, kind)
+    blocks = q.shape[0] * group // config.rows + batch
+    _prefill_kernel[(blocks, k_cache.shape[2])](
+        q, readable(k_cache, kind), readable(v_cache, kind), block_tables, seq_lens, query_start_loc,
+        out, out if lse is None else lse, *arguments.tensors, *arguments.numbers, batch, block_tables.stride(0),
+        q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3], out.stride(0), out.stride(1),
+        0 if lse is None else lse.stride(0), **arguments.switches, LSE=lse is not None, GROUP=group, D=q.shape[2],
+        DP=triton.next_power_of_2(q.shape[2]), ROWS=config.rows, TILE=config.tile, BLOCK_SIZE=k_cache.shape[1],
+        STAGES=config.stages, PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
+        SAME_STRIDES=k_cache.stride() == v_cache.stride(), num_warps=config.warps,
+    )  # fmt: skip
+    return out

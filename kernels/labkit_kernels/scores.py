@@ -1,0 +1,155 @@
+"""What every attention call shares: the `Scores` record, its kernel arguments, and the last steps of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import triton
+import triton.language as tl
+
+from labkit_kernels.checks import (
+    KernelValueError,
+    check_device,
+    check_dtype,
+    check_scale,
+    check_shape,
+    check_token_scales,
+)
+from labkit_kernels.ops import interpreting
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores are formed: softmax over cap(scale · q·k) with a window, a soft cap, sinks and KV scales.
+
+    window counts keys, the token itself included. sinks: float32 `[q heads]`, natural-log units. k_scale and v_scale:
+    a float, or a float32 device tensor of one value or one for each KV head; token scales float32
+    `[blocks, block size, KV heads]` for caches quantised per token and head.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    k_scale: float | torch.Tensor = 1.0
+    v_scale: float | torch.Tensor = 1.0
+    k_token_scales: torch.Tensor | None = None
+    v_token_scales: torch.Tensor | None = None
+
+    def check(self, q: torch.Tensor, k_cache: torch.Tensor) -> None:
+        """Raises KernelValueError or KernelTypeError naming the bad argument."""
+        num_kv_heads = k_cache.shape[2]
+        check_scale("k_scale", self.k_scale, num_kv_heads, q.device)
+        check_scale("v_scale", self.v_scale, num_kv_heads, q.device)
+        if self.softcap < 0:
+            raise KernelValueError(f"softcap is {self.softcap}; it must be positive, or 0 for none")
+        if self.window is not None and self.window < 1:
+            raise KernelValueError(f"window is {self.window}; it must be at least 1 token, or None")
+        if self.sinks is not None:
+            check_dtype("sinks", self.sinks, (torch.float32,))
+            check_device("sinks", self.sinks, q.device)
+            check_shape("sinks", self.sinks, (q.shape[1],))
+        if (self.k_token_scales is None) != (self.v_token_scales is None):
+            raise KernelValueError("k_token_scales and v_token_scales must be given together")
+        if self.k_token_scales is not None and self.v_token_scales is not None:
+            check_token_scales("k_token_scales", self.k_token_scales, k_cache)
+            check_token_scales("v_token_scales", self.v_token_scales, k_cache)
+            if self.k_token_scales.stride() != self.v_token_scales.stride():
+                raise KernelValueError("k_token_scales and v_token_scales must have the same strides")
+
+
+@dataclass(frozen=True)
+class ScoreArguments:
+    """`Scores` as kernel arguments: tensors or placeholders, floats, and compile-time switches."""
+
+    tensors: tuple[torch.Tensor, ...]
+    numbers: tuple[float | int, ...]
+    switches: dict[str, object] = field(default_factory=dict)
+
+
+def score_arguments(scores: Scores, q: torch.Tensor, kind: str) -> ScoreArguments:
+    """Arguments in the kernels' order: tensors (sinks, k_scale, v_scale, k and v token scales), numbers, switches."""
+    k_scale, v_scale = scores.k_scale, scores.v_scale
+    scale_tensors = isinstance(k_scale, torch.Tensor) or isinstance(v_scale, torch.Tensor)
+    if scale_tensors:
+        k_scale, v_scale = (
+            s if isinstance(s, torch.Tensor) else torch.full((1,), s, dtype=torch.float32, device=q.device)
+            for s in (k_scale, v_scale)
+        )
+    token_scales = scores.k_token_scales is not None
+    k_tokens = scores.k_token_scales if token_scales else q
+    strides = tuple(k_tokens.stride()) if token_scales else (0, 0, 0)
+    tensors = (
+        q if scores.sinks is None else scores.sinks,
+        k_scale if scale_tensors else q,
+        v_scale if scale_tensors else q,
+        k_tokens,
+        scores.v_token_scales if token_scales else q,
+    )
+    numbers = (
+        scores.scale,
+        scores.softcap,
+        scores.window or 0,
+        1.0 if scale_tensors else k_scale,
+        1.0 if scale_tensors else v_scale,
+        256.0 if kind == "e4m3_bits" else 1.0,
+        int(scale_tensors and k_scale.numel() > 1),
+        int(scale_tensors and v_scale.numel() > 1),
+        *strides,
+    )
+    switches = {
+        "WINDOW": scores.window is not None,
+        "SOFTCAP": scores.softcap > 0,
+        "SINKS": scores.sinks is not None,
+        "SCALE_TENSORS": scale_tensors,
+        "TOKEN_SCALES": token_scales,
+        "KIND": kind,
+        "ASM": not interpreting(),
+    }
+    return ScoreArguments(tensors, numbers, switches)
+
+
+@triton.jit
+def by_row(x, SWAP: tl.constexpr):
+    """A value of each query row, broadcast over tokens."""
+    if SWAP:
+        return x[None, :]
+    return x[:, None]
+
+
+@triton.jit
+def by_token(x, SWAP: tl.constexpr):
+    """A value of each KV token, broadcast over query rows."""
+    if SWAP:
+        return x[:, None]
+    return x[None, :]
+
+
+@triton.jit
+def finish_rows(
+    acc, m, total, out, lse, out_at, lse_at, valid, sink, value_scale,
+    D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Divides, counts the sink, and writes output rows and their natural-log LSE; a row without keys gives 0, -inf."""
+    if SINKS:
+        top = tl.maximum(m, sink)
+        shrink = tl.exp2(m - top)
+        total = total * shrink + tl.exp2(sink - top)
+        acc = acc * shrink[:, None]
+        m = top
+    acc = acc * (value_scale / tl.maximum(total, 1e-38))[:, None]
+    d = tl.arange(0, DP)
+    tl.store(out + out_at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=valid[:, None] & (d < D)[None, :])
+    if LSE:
+        value = tl.where(total > 0, (m + tl.log2(tl.maximum(total, 1e-38))) * 0.6931471805599453, float("-inf"))
+        tl.store(lse + lse_at, value, mask=valid)
+
+
+@triton.jit
+def sequence_rows(query_start_loc, seq, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr):
+    """First query token of a sequence and how many it has."""
+    if RAGGED:
+        q_start = tl.load(query_start_loc + seq)
+        return q_start, tl.load(query_start_loc + seq + 1) - q_start
+    return seq * QUERY_LEN, QUERY_LEN
