@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from labkit import format as shown
 from labkit.errors import LabkitError
 from labkit.specs.engine_config import EngineConfig, Knob
+from labkit.terminal import ProgressLine, out, show_record, show_table, warn
 
 app = typer.Typer(
     help="labkit: a laboratory for the memory of LLM serving.",
@@ -29,13 +28,19 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Benchmarks; each writes a file under results/.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
-console = Console(highlight=False)
-errors = Console(stderr=True, highlight=False)
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEFAULT_TRACE = "azure-2023-conv"
 
 Model = Annotated[str, typer.Option("--model", help="Catalogue name, hub id, folder, config.json or GGUF file.")]
 Gpu = Annotated[str, typer.Option("--gpu", help="Catalogue name, 'auto' for this machine's card, or 'cpu'.")]
-Trace = Annotated[str, typer.Option("--workload", help="A trace of `labkit traces` or a trace file.")]
-Store = Annotated[Optional[str], typer.Option("--store", help="SQLAlchemy URL of the run store.")]
+Trace = Annotated[str, typer.Option("--workload", help="A trace of `labkit traces`, or a trace file.")]
+Limit = Annotated[int, typer.Option("--limit", help="Requests to take from the trace.", min=1)]
+MaxInput = Annotated[int | None, typer.Option("--max-input-tokens", help="Clip prompts to this length.", min=1)]
+MaxOutput = Annotated[int | None, typer.Option("--max-output-tokens", help="Clip outputs to this length.", min=1)]
+Store = Annotated[str | None, typer.Option("--store", help="File or SQLAlchemy URL of the run store.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Results = Annotated[Path, typer.Option("--out", help="Results file.")]
 
 
 def main() -> None:
@@ -43,18 +48,18 @@ def main() -> None:
     try:
         app()
     except LabkitError as error:
-        errors.print(f"labkit: {error}", style="red", markup=False)
+        warn(f"labkit: {error}")
         sys.exit(2)
     except KeyboardInterrupt:
-        errors.print("labkit: interrupted; what was finished is kept (see `labkit runs`)")
+        warn("labkit: interrupted; what was finished is kept (see `labkit runs`)")
         sys.exit(130)
 
 
 def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
     """Give `command` one option per knob of `EngineConfig`; it receives those that were set as `knobs`."""
-    signature = inspect.signature(command)
+    signature = inspect.signature(command, eval_str=True)
     own = [parameter for parameter in signature.parameters.values() if parameter.name != "knobs"]
-    knobs = [knob for knob in EngineConfig.knobs() if knob.name not in {parameter.name for parameter in own}]
+    knobs = [knob for knob in EngineConfig.knobs() if knob.name not in signature.parameters]
 
     @functools.wraps(command)
     def wrapper(**options: Any) -> None:
@@ -74,23 +79,146 @@ def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
 def _option(knob: Knob) -> Any:
     flag = knob.flag or f"--{knob.name.replace('_', '-')}"
     names = f"{flag}/--no-{flag.removeprefix('--')}" if knob.kind is bool else flag
-    unit = f" [{knob.unit}]" if knob.unit else ""
-    help_text = f"{knob.help}{unit}"
-    return Annotated[Optional[knob.kind], typer.Option(names, help=help_text, rich_help_panel="Knobs (vLLM's names)")]
+    text = f"{knob.help} [{knob.unit}]" if knob.unit else knob.help
+    return Annotated[knob.kind | None, typer.Option(names, help=text, rich_help_panel="Knobs, by vLLM's names")]
 
 
-def show_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print rows of text as a table; nothing in a cell is taken for markup."""
-    from rich.text import Text
+@app.command()
+@takes_knobs
+def run(
+    knobs: dict[str, Any],
+    model: Model = DEFAULT_MODEL,
+    gpu: Gpu = "auto",
+    workload: Trace = DEFAULT_TRACE,
+    limit: Limit = 16,
+    max_input_tokens: MaxInput = None,
+    max_output_tokens: MaxOutput = None,
+    store: Store = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run one configuration on one trace with labkit's engine, and keep the record."""
+    import labkit
+    from labkit.experiments.export import to_json
 
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+    traffic = labkit.load_workload(
+        workload, limit=limit, max_input_tokens=max_input_tokens, max_output_tokens=max_output_tokens
+    )
+    with labkit.Session(model=model, gpu=gpu, workload=traffic, store=store) as session, ProgressLine() as progress:
+        record = session.run(EngineConfig(**knobs), on_event=progress)
+    if as_json:
+        sys.stdout.write(to_json(record) + "\n")
+    else:
+        show_record(record)
 
 
-def show_json(value: Any) -> None:
-    """Print one JSON document, nothing else, to standard output."""
-    sys.stdout.write(json.dumps(value, indent=2, sort_keys=False) + "\n")
+@app.command()
+def tune(
+    model: Model = DEFAULT_MODEL,
+    gpu: Gpu = "auto",
+    workload: Trace = DEFAULT_TRACE,
+    budget_s: Annotated[float, typer.Option(help="Time for the runs [s].", min=5)] = 120.0,
+    out_file: Annotated[Path, typer.Option("--out", help="The report.")] = Path("tuning-report.html"),
+    vllm: Annotated[str, typer.Option("--vllm", help="Version for which the command is written.")] = "0.33.0",
+    store: Store = None,
+    demo: Annotated[bool, typer.Option("--demo", help="A short session on the CPU with SmolLM2-135M.")] = False,
+) -> None:
+    """Plan, run a handful of configurations, recommend one, and write the report."""
+    from labkit.tune import DEMO
+    from labkit.tune import tune as tune_session
+
+    options = {"model": model, "gpu": gpu, "workload": workload, "budget_s": budget_s, **(DEMO if demo else {})}
+    with ProgressLine() as progress:
+        result = tune_session(**options, out=out_file, engine_version=vllm, store=store, on_event=progress)
+    out(result.recommendation.sentence)
+    out(f"  {result.recommendation.command}")
+    out(f"report: {result.report_path.resolve()}")
+
+
+@app.command()
+def report(
+    run_ids: Annotated[
+        list[str] | None, typer.Argument(help="Runs of the store; the newest session's if none.")
+    ] = None,
+    out_file: Annotated[Path, typer.Option("--out", help="The report.")] = Path("tuning-report.html"),
+    store: Store = None,
+) -> None:
+    """Write the report of stored runs."""
+    from labkit.tune import report_of_runs
+
+    out(f"report: {report_of_runs(run_ids, out=out_file, store=store).resolve()}")
+
+
+@app.command()
+def runs(
+    store: Store = None,
+    limit: Annotated[int, typer.Option(min=1)] = 30,
+    export_json: Annotated[str | None, typer.Option(help="Id of a run to print as JSON.")] = None,
+    export_parquet: Annotated[str | None, typer.Option(help="Id of a run to write as Parquet files.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where Parquet files go.")] = Path("."),
+) -> None:
+    """List the runs of the store, newest first, or export one."""
+    from labkit.experiments import RunStore
+    from labkit.experiments import export_parquet as write_parquet
+    from labkit.experiments.export import to_json
+
+    opened = RunStore(store)
+    if export_json:
+        sys.stdout.write(to_json(opened.get(export_json)) + "\n")
+        return
+    if export_parquet:
+        for path in write_parquet(opened.get(export_parquet), folder):
+            out(str(path))
+        return
+    entries = opened.list_runs()[:limit]
+    rows = [
+        [entry.run_id, entry.name, entry.created, entry.status, entry.record.model.name, entry.record.gpu.name]
+        for entry in entries
+    ]
+    show_table(f"{len(rows)} runs in {opened.location}", ["id", "name", "made", "status", "model", "GPU"], rows)
+
+
+@app.command()
+def models() -> None:
+    """List the models of the catalogue."""
+    from labkit.memory import count_parameters
+    from labkit.specs import load_model, model_names
+
+    rows = []
+    for spec in (load_model(name) for name in model_names()):
+        kinds = ", ".join(sorted({layer.kind for layer in spec.layers}))
+        size = f"{shown.number(count_parameters(spec) / 1e9)} B"
+        rows.append([spec.name, size, str(spec.num_layers), kinds, shown.count(spec.max_position_embeddings)])
+    show_table("Models", ["name", "parameters", "layers", "attention", "longest [tokens]"], rows)
+
+
+@app.command()
+def gpus() -> None:
+    """List the cards of this machine and of the catalogue."""
+    from labkit.specs import gpu_names, load_gpu, read_gpus
+
+    rows = []
+    for card in (*read_gpus(), *(load_gpu(name) for name in gpu_names())):
+        bandwidth = shown.bandwidth(card.mem_bandwidth_bytes_per_s)
+        capability = card.compute_capability or shown.MISSING
+        rows.append([card.name, shown.memory(card.total_bytes), bandwidth, capability, card.origin])
+    show_table("Cards", ["name", "memory as CUDA sees it", "bandwidth", "capability", "origin"], rows)
+
+
+@app.command()
+def traces() -> None:
+    """List the traffic traces that come with labkit."""
+    from labkit.specs.datasets import dataset_names, find_dataset
+
+    entries = [entry for name in dataset_names() if (entry := find_dataset(name)) is not None]
+    show_table(
+        "Traces", ["name", "traffic", "licence"], [[entry.name, entry.title, entry.licence] for entry in entries]
+    )
+
+
+def show_summary(results: dict[str, Any], path: Path) -> None:
+    """Print the `summary` of a results file that was just written."""
+    rows = []
+    for name, entry in results["summary"].items():
+        bound = f"≥ {entry['at_least']}" if "at_least" in entry else f"≤ {entry.get('at_most', '')}"
+        rows.append([name, str(entry["value"]), bound, "met" if entry["ok"] else "missed"])
+    show_table(f"{path}", ["number", "value", "bar", ""], rows)

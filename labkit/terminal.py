@@ -1,0 +1,108 @@
+"""What the command line prints: tables, one progress line, and the summary of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from labkit import format as shown
+from labkit.text import plain
+
+if TYPE_CHECKING:
+    from labkit.measure.run_record import RunRecord
+
+QUIET_S = 5.0
+
+
+def out(text: str) -> None:
+    """Print a line to standard output; nothing in it is taken for markup."""
+    Console(highlight=False, soft_wrap=True).print(plain(text, 4000), markup=False)
+
+
+def warn(text: str) -> None:
+    """Print a line to standard error."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(plain(text, 4000), markup=False, style="red")
+
+
+def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of text as a table; nothing in a cell is taken for markup."""
+    table = Table(title=Text(plain(title)), title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(plain(cell)) for cell in row))
+    Console(highlight=False).print(table)
+
+
+def show_record(record: RunRecord) -> None:
+    """Print a run: status, speed, latency, and predicted beside measured memory."""
+    from labkit.measure.summary import summarise
+    from labkit.memory.records import PART_TITLES
+
+    summary = summarise(record)
+    out(f"{record.name}: {record.status}, run {record.run_id} ({record.origin})")
+    out(
+        f"  {shown.rate(summary.output_tokens_per_s)} output, {summary.num_finished} of {summary.num_requests} requests"
+    )
+    for title, times in (("time to first token", summary.ttft_s), ("between tokens", summary.inter_token_s)):
+        if times is not None:
+            out(f"  {title}: p50 {shown.duration(times.p50)}, p95 {shown.duration(times.p95)}")
+    if record.measured is None:
+        return
+    predicted, measured = record.plan.breakdown.parts(), record.measured.parts()
+    rows = [[PART_TITLES[part], shown.memory(predicted[part]), shown.memory(measured[part])] for part in measured]
+    show_table("Memory", ["part", "predicted", "measured"], rows)
+
+
+class ProgressLine:
+    """Shows the events of a run: phase, count, elapsed, remaining; a bar on a terminal, else a line now and then."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._start = time.monotonic()
+        self._last_line = 0.0
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[times]}")
+        quiet = not self._console.is_terminal
+        self._bar = Progress(*columns, console=self._console, transient=True, disable=quiet)
+        self._task = self._bar.add_task("starting", total=None, times="")
+
+    def __enter__(self) -> ProgressLine:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        """Show one event; unknown types are passed over."""
+        if event["type"] == "progress":
+            self._progress(event)
+        elif event["type"] == "status":
+            self._say(plain(event["message"]))
+        elif event["type"] == "log" and event.get("level") in ("warning", "error"):
+            self._console.print(plain(event["message"]), markup=False, style="yellow")
+
+    def _progress(self, event: dict[str, Any]) -> None:
+        times = f"{shown.duration(event.get('elapsed_s', time.monotonic() - self._start))} elapsed"
+        if event.get("remaining_s") is not None:
+            times += f", about {shown.duration(event['remaining_s'])} left"
+        text = plain(f"{event['phase']} {event['done']} of {event['total']} {event.get('unit', '')}")
+        self._bar.update(self._task, description=text, total=event["total"], completed=event["done"], times=times)
+        if not self._console.is_terminal and time.monotonic() - self._last_line > QUIET_S:
+            self._say(f"{text} · {times}")
+
+    def _say(self, text: str) -> None:
+        if self._console.is_terminal:
+            self._bar.update(self._task, description=text)
+            return
+        self._last_line = time.monotonic()
+        self._console.print(text, markup=False)
