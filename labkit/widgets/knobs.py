@@ -52,7 +52,7 @@ class KnobControl(Part):
         self.knob, self._resolved, self._default = knob, value, getattr(EngineConfig(), knob.name)
         choices = ["on", "off"] if knob.kind is bool else list(knob.choices)
         super().__init__(kind="knob", name=knob.name, unit=knob.unit, choices=choices, value=value,
-                         shown=self._text(value), default_text=f"vLLM: {shown(self._default)}",
+                         shown=self._text(value), default_text=self._default_text(),
                          help=list(help_lines(knob, None)), changed=value != self._default)  # fmt: skip
         self.observe(self._take_typed, "typed")
         self.on_press(self._step)
@@ -66,6 +66,9 @@ class KnobControl(Part):
         with self.hold_sync():
             self.shown, self.error = self._text(self.value), ""
             self.changed = self.value != self._default
+
+    def _default_text(self) -> str:
+        return f"{'vLLM' if self.knob.flag else 'default'}: {shown(self._default)}"
 
     def _text(self, value: Any) -> str:
         return shown(value).replace(",", "")
@@ -101,7 +104,7 @@ class KnobControl(Part):
         """Take over what the plan made of the setting: what "auto" became, the help with its numbers."""
         self._resolved = getattr(plan.config, self.knob.name)
         near = neighbours(self.knob, self._resolved)
-        default = f"vLLM: {shown(self._default)}"
+        default = self._default_text()
         if self.value is None and self._resolved is not None:
             default += f" → {shown(self._resolved)}"
         with self.hold_sync():
@@ -133,7 +136,7 @@ class KnobSet:
             control.observe(self._moved, "value")
         self.undo_button = ipw.Button(description="Undo", disabled=True)
         self.redo_button = ipw.Button(description="Redo", disabled=True)
-        self.reset_button = ipw.Button(description="Reset to vLLM's defaults")
+        self.reset_button = ipw.Button(description="vLLM defaults")
         self.undo_button.on_click(lambda _: self.undo())
         self.redo_button.on_click(lambda _: self.redo())
         self.reset_button.on_click(lambda _: self.reset())

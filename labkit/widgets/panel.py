@@ -76,10 +76,10 @@ class Panel(ipw.VBox):
         return self.knob_set.config
 
     def _layout(self) -> list[ipw.Widget]:
-        right = ipw.VBox([self.pictures.view_of()])
+        right = self.pictures.view_of(self.advice_lines)
         main = ipw.Box([self.knob_set.view(), right])
         main.add_class("lk-main")
-        return [PlotlyLibrary(), self.screen, self.answer, *self.advice_lines, self.run_bar.view(), self.stale, main,
+        return [PlotlyLibrary(), self.screen, self.answer, self.run_bar.view(), self.stale, main,
                 TextLine(text="Runs", classes=("lk-title",)), self.runs]  # fmt: skip
 
     def _connect(self) -> None:

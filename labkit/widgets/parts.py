@@ -19,11 +19,6 @@ _STATIC = Path(__file__).parent / "static"
 
 
 @functools.cache
-def _static(name: str) -> str:
-    return (_STATIC / name).read_text(encoding="utf-8")
-
-
-@functools.cache
 def _plotly_module() -> str:
     """plotly.js as a module that hands itself to every chart of the page; sent once a panel, not once a chart."""
     return (
@@ -52,12 +47,14 @@ class PlotlyLibrary(anywidget.AnyWidget):
 class Part(anywidget.AnyWidget):
     """A part drawn by `static/parts.js`; `pressed` holds the name of the last pressed button and a counter."""
 
+    _esm = _STATIC / "parts.js"
+
     kind = t.Unicode().tag(sync=True)
     pressed = t.Dict().tag(sync=True)
 
     def __init__(self, **traits: Any) -> None:
         classes = traits.pop("classes", ())
-        super().__init__(_esm=_static("parts.js"), _css=_static("parts.css"), **traits)
+        super().__init__(**traits)
         for name in classes:
             self.add_class(name)
 
@@ -67,7 +64,10 @@ class Part(anywidget.AnyWidget):
 
 
 class Screen(Part):
-    """What the page looks like: `theme` "light" or "dark", and whether it is too narrow for two columns."""
+    """Brings the style sheet, and says what the page looks like: `theme` "light" or "dark", and `narrow` where there
+    is no room for two columns."""
+
+    _css = _STATIC / "parts.css"
 
     theme = t.Unicode("light").tag(sync=True)
     narrow = t.Bool(False).tag(sync=True)
