@@ -177,11 +177,12 @@ def _words(flag: Flag, value: Any) -> tuple[str, ...]:
         if value:
             return (flag.name,)
         return (f"{flag.name}=False",) if flag.nargs == "?" else ()
-    return flag.name, _plain_value(value)
+    text = _plain_value(value)
+    return (f"{flag.name}={text}",) if text.startswith("-") else (flag.name, text)
 
 
 def _plain_value(value: Any) -> str:
-    return f"{value:.12g}" if isinstance(value, float) else str(value)
+    return f"{value:.12g}" if isinstance(value, float) else plain(value)
 
 
 def _comment(knob: Knob, value: Any, version: str, reasons: Mapping[str, str]) -> str:

@@ -17,6 +17,7 @@ from labkit.measure.run_record import RunRecord
 from labkit.measure.summary import RunSummary, summarize
 from labkit.memory.records import MemoryPlan
 from labkit.specs.engine_config import EngineConfig
+from labkit.text import plain
 
 Outcome = Literal["change", "no difference", "one run", "plan only", "nothing fits"]
 Confidence = Literal["high", "medium", "low"]
@@ -208,7 +209,7 @@ def _value(value: object) -> str:
         return "default"
     if isinstance(value, bool):
         return "on" if value else "off"
-    return count(value) if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
+    return count(value) if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else plain(value, 80)
 
 
 def _sentence(

@@ -179,7 +179,7 @@ def _blocks_override(plan: MemoryPlan, record: RunRecord | None, limit: BindingL
             "Remove num_gpu_blocks_override",
             {"num_gpu_blocks_override": None},
             f"The pool is held at {count(plan.num_gpu_blocks)} blocks instead of what memory allows.",
-            "None for capacity; the pool then follows the card.",
+            "The pool then follows the card, so it differs from one machine to the next.",
         )
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import markupsafe
 
 from labkit import format as fmt
 from labkit.advice import Recommendation, binding_limit, export_command, headline, recommend
 from labkit.advice.recommend import settings_words
-from labkit.experiments.serialise import to_plain
+from labkit.experiments.serialise import record_to_plain, to_plain
 from labkit.files import write_atomic
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
@@ -132,9 +133,18 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        finalize=_without_control_characters,
     )
     environment.filters["plain"] = plain
     return environment
+
+
+def _without_control_characters(value: Any) -> Any:
+    """Every value on its way into the page, line by line; what is marked safe is the page's own."""
+    if not isinstance(value, str) or isinstance(value, markupsafe.Markup):
+        return value
+    return "\n".join(plain(line, len(line) + 1) for line in value.split("\n"))
 
 
 def _policy(scripts: dict[str, str]) -> str:
@@ -217,6 +227,6 @@ def _data(records: Sequence[RunRecord], plans: Sequence[MemoryPlan], created: st
         "format": DATA_FORMAT,
         "version": DATA_VERSION,
         "created": created,
-        "runs": [to_plain(record) for record in records],
+        "runs": [record_to_plain(record) for record in records],
         "plans": [to_plain(plan) for plan in plans],
     }
