@@ -1,1 +1,43 @@
-"""labkit: a Jupyter-first laboratory for the memory of LLM serving."""
+"""labkit: a Jupyter-first laboratory for the memory of LLM serving. Names load on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from labkit.experiments.store import RunStore
+    from labkit.memory.planner import plan
+    from labkit.session import Session
+    from labkit.specs.engine_config import EngineConfig
+    from labkit.specs.gpu_loading import load_gpu
+    from labkit.specs.model_loading import load_model
+    from labkit.specs.workload_loading import load_workload
+
+_PLACES = MappingProxyType(
+    {
+        "EngineConfig": "labkit.specs",
+        "RunStore": "labkit.experiments",
+        "Session": "labkit.session",
+        "load_gpu": "labkit.specs",
+        "load_model": "labkit.specs",
+        "load_workload": "labkit.specs",
+        "plan": "labkit.memory",
+    }
+)
+__all__ = ["EngineConfig", "RunStore", "Session", "__version__", "load_gpu", "load_model", "load_workload", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("labkit")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'labkit' has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

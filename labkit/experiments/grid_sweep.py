@@ -68,6 +68,8 @@ def sweep(
     import optuna
 
     points = grid_points(grid, session.config)
+    # Optuna's own lines on stderr would land in the middle of a notebook or a progress bar.
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         study_name=study_name,
         storage=storage,

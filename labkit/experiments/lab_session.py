@@ -75,7 +75,7 @@ class LabSession:
         self.workload = workload if isinstance(workload, Workload) or workload is None else load_workload(workload)
         self.config = config or EngineConfig()
         self.store = store if isinstance(store, RunStore) else RunStore(store)
-        self.records: list[RunRecord] = []
+        self._records: list[RunRecord] = []
         self._runner = runner or LocalRunner(Worker(num_threads=num_threads, memory_limit_bytes=memory_limit_bytes))
         self._cancel = threading.Event()
         self._running = threading.Lock()
@@ -133,7 +133,7 @@ class LabSession:
         Raises:
             DoesNotFitError: the plan does not fit, or the worker ran out of memory; says what would work.
             WorkerError: the worker died or hung, with the cause; the run is stored as failed.
-            StoreError: the run could not be stored; it is in `records`, and `save` tries again.
+            StoreError: the run could not be stored; it is in `records()`, and `save` tries again.
         """
         tell = on_event or _ignore
         if not self._running.acquire(blocking=False):
@@ -157,6 +157,10 @@ class LabSession:
     def is_cancelled(self) -> bool:
         """Whether Cancel was asked for since the last run began."""
         return self._cancel.is_set()
+
+    def records(self) -> tuple[RunRecord, ...]:
+        """The runs of this session, oldest first, failed and cancelled ones included."""
+        return tuple(self._records)
 
     def save(self, record: RunRecord) -> None:
         """Store a record that the store refused before."""
@@ -193,15 +197,15 @@ class LabSession:
         except CancelledError:
             record = log.finish("cancelled")
         except LabkitError as error:
-            self.records.append(log.finish("failed", error=str(error)))
+            self._records.append(log.finish("failed", error=str(error)))
             raise
         except BaseException:
             # Ctrl-C, or a callback that failed: for the record the same as Cancel.
-            self.records.append(log.finish("cancelled"))
+            self._records.append(log.finish("cancelled"))
             raise
         else:
             record = log.finish(answer.status, answer=answer, l2_card=self._l2_card())
-        self.records.append(record)
+        self._records.append(record)
         log.raise_what_the_store_said()
         tell({"type": "done", "run_id": record.run_id, "status": record.status, "name": record.name})
         return record
@@ -297,9 +301,10 @@ def _with_measurements(record: RunRecord, answer: RunAnswer, l2_card: GpuSpec | 
     if l2_card is not None:
         with contextlib.suppress(LabkitError):
             counters = simulate_l2_of_run(record, l2_card)
+    parts, fullest = answer.memory_parts, answer.fullest_step
     return dataclasses.replace(
         record,
-        measured=measured_breakdown(answer.memory_parts, record.plan, answer.fullest_step),
+        measured=measured_breakdown(parts, record.plan, fullest) if parts else None,
         block_map=answer.block_map,
         counters=counters,
         versions=answer.versions,

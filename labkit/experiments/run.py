@@ -87,6 +87,9 @@ class WorkloadRun:
         self._next = 0
         self._reported_at = 0.0
         self._tokens_reported = 0
+        self._num_input_tokens = sum(request.input_tokens for request in workload.requests)
+        self._num_output_tokens = sum(request.output_tokens for request in workload.requests)
+        self._speed = _Speed()
         self._recorder = RunRecorder(clock(), engine.block_map)
 
     def serve(self) -> RunOutcome:
@@ -156,6 +159,7 @@ class WorkloadRun:
             self._recorder.step(self._engine.step())
 
     def _report(self, row: StepRow) -> None:
+        self._speed.add(row)
         if self._now() - self._reported_at >= self._options.report_every_s:
             self._give_out(row)
 
@@ -188,10 +192,8 @@ class WorkloadRun:
 
     def _progress(self, now: float) -> dict[str, Any]:
         requests = self._workload.requests
-        total = sum(request.output_tokens for request in requests)
-        done = self._recorder.num_output_tokens
         last_arrival_s = self._arrival_s(requests[-1]) if requests else 0.0
-        remaining_s = max(now * (total - done) / done, last_arrival_s - now, 0.0) if done else None
+        compute_s = self._speed.remaining_s(self._num_input_tokens, self._num_output_tokens)
         return {
             "type": "progress",
             "phase": "run",
@@ -199,5 +201,32 @@ class WorkloadRun:
             "total": len(requests),
             "unit": "requests",
             "elapsed_s": now,
-            "remaining_s": remaining_s,
+            "remaining_s": None if compute_s is None else max(compute_s, last_arrival_s - now, 0.0),
         }
+
+
+class _Speed:
+    """How fast prompts and outputs were computed so far, for the time that is left."""
+
+    def __init__(self) -> None:
+        self._seconds = {"prefill": 0.0, "decode": 0.0}
+        self._tokens = {"prefill": 0, "decode": 0}
+        self._num_computed = {"prefill": 0, "decode": 0}
+
+    def add(self, row: StepRow) -> None:
+        kind = "prefill" if row.num_prefill_tokens > row.num_decode_tokens else "decode"
+        self._seconds[kind] += row.duration_s
+        self._tokens[kind] += row.num_tokens
+        self._num_computed["prefill"] += row.num_prefill_tokens
+        self._num_computed["decode"] += row.num_decode_tokens
+
+    def remaining_s(self, num_input_tokens: int, num_output_tokens: int) -> float | None:
+        """Seconds for what is left of the totals; None before the first step."""
+        seconds = {kind: self._seconds[kind] / self._tokens[kind] for kind in self._tokens if self._tokens[kind]}
+        if not seconds:
+            return None
+        slowest = max(seconds.values())
+        left = {"prefill": num_input_tokens, "decode": num_output_tokens}
+        return sum(
+            max(0, total - self._num_computed[kind]) * seconds.get(kind, slowest) for kind, total in left.items()
+        )

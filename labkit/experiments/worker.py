@@ -197,7 +197,7 @@ class Worker:
                     continue
                 if message["type"] in ("reply", "error"):
                     return _checked(message)
-                on_event(message)
+                on_event({name: value for name, value in message.items() if name != "id"})
             now = time.monotonic()
             if cancel is not None and cancel.is_set():
                 if not cancelled_at:

@@ -64,7 +64,7 @@ def test_cancelled_sweep_goes_on_where_it_stopped(session, tmp_path):
     grid = {"block_size": [8, 16, 32]}
 
     def stop(event):
-        if event["type"] == "step" and len(session.records) == 1:
+        if event["type"] == "step" and len(session.records()) == 1:
             session.cancel()
 
     settings = {"study_name": "s", "storage": storage, "workload": example_workload(2, 20)}
@@ -80,7 +80,7 @@ def test_a_dead_worker_ends_the_sweep_and_it_can_go_on(session, tmp_path):
     settings = {"study_name": "s", "storage": f"sqlite:///{tmp_path}/study.db"}
 
     def kill(event):
-        if event["type"] == "step" and len(session.records) == 1:
+        if event["type"] == "step" and len(session.records()) == 1:
             session._runner.worker._process.kill()
 
     with pytest.raises(WorkerError, match="SIGKILL"):

@@ -46,7 +46,7 @@ def test_run_gives_a_complete_record_that_the_store_has_too(session):
     assert record.counters.card == "H100 SXM"
     assert record.workload["licence"] == "Apache-2.0"
     assert session.store.get(record.run_id) == record
-    assert session.records == [record]
+    assert session.records() == (record,)
     kinds = [event["type"] for event in events]
     assert kinds[-1] == "done"
     assert {"status", "progress", "step"} <= set(kinds)
@@ -203,7 +203,7 @@ def test_store_that_refuses_the_end_says_so_and_the_record_stays(session, monkey
     monkeypatch.setattr("labkit.experiments.store.RunWriter.finish", refuse)
     with pytest.raises(StoreError, match="disk is full"):
         session.run()
-    (record,) = session.records
+    (record,) = session.records()
     assert record.status == "finished"
     assert len(record.requests) == 4
 

@@ -1,0 +1,77 @@
+"""`labkit.Session`: the laboratory in three lines of a notebook; the panel and the report on top of `LabSession`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from labkit.experiments.grid_sweep import sweep
+from labkit.experiments.lab_session import LabSession
+from labkit.experiments.worker import OnEvent
+from labkit.measure.run_record import RunRecord
+from labkit.memory.records import MemoryPlan
+
+if TYPE_CHECKING:
+    from labkit.widgets.panel import Panel
+
+
+class Session(LabSession):
+    """A model, a card and a traffic, to plan, run and compare.
+
+    ```
+    session = labkit.Session(model="SmolLM2-135M", gpu="auto", workload="azure-conv")
+    session.plan(block_size=32)
+    session.run(block_size=32)
+    session.panel()
+    ```
+
+    Arguments, `plan`, `run`, `cancel` and `close` as in `LabSession`.
+    """
+
+    def sweep(
+        self, grid: Mapping[str, Sequence[Any]], *, on_event: OnEvent | None = None, **settings: Any
+    ) -> tuple[RunRecord, ...]:
+        """Run every combination of the grid's knobs; see `labkit.experiments.sweep`.
+
+        Raises:
+            UnknownNameError, OutOfRangeError: a knob or value that does not exist, before anything runs.
+        """
+        records, _ = sweep(self, grid, on_event=on_event, **settings)
+        return records
+
+    def panel(self) -> Panel:
+        """The panel: knobs, plan, runs and pictures, for the last line of a notebook's cell."""
+        from labkit.widgets.panel import Panel
+
+        return Panel(self)
+
+    def report(
+        self,
+        path: str | Path | None = None,
+        *,
+        records: Sequence[RunRecord] | None = None,
+        plans: Sequence[MemoryPlan] | None = None,
+        created: str | None = None,
+        **settings: Any,
+    ) -> Path:
+        """Write the report of this session's runs as one HTML file and return its path.
+
+        Args:
+            path: of the file; by default a name made of model, card and date in the current folder.
+            records: runs to report instead of the session's.
+            plans: plans to report; by default the session's, so that a report without a run shows the plan.
+            created: date and time as the report shows them; by default now.
+            settings: passed to `labkit.report.build_report`.
+
+        Raises:
+            FileFormatError: the file cannot be written.
+        """
+        from labkit.report import report_file_name, write_report
+
+        created = created or datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        path = Path(path) if path else Path(report_file_name(self.model.name, self.gpu.name, created))
+        records = self.records() if records is None else records
+        plans = (self.plan(),) if plans is None else plans
+        return write_report(path, records, plans, created=created, **settings)
