@@ -229,8 +229,8 @@ def _read_ranges(text: str, place: _Place, column: str, most: int) -> tuple[tupl
     ranges = []
     count = 0
     for word in text.split():
-        first, _, last = word.partition("-")
-        pair = (first, last or first)
+        first, dash, last = word.partition("-")
+        pair = (first, last if dash else first)
         if not all(part.isdecimal() and part.isascii() and len(part) <= _MAX_DIGITS for part in pair):
             raise place.wrong(column, word, "block ids and ranges such as 0-13 20 31-33")
         low, high = int(pair[0]), int(pair[1])
