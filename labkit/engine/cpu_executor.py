@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from labkit.engine.batch import ScheduledBatch
 from labkit.engine.kv_cache import BlockRun, KVCache
+from labkit.engine.memory_meter import activation_peak_bytes
 from labkit.engine.paged_attention import PagedAttention, Span
 from labkit.engine.sampler import sample
 from labkit.memory.records import MemoryPlan
-from labkit.models.attention import AttentionBackend
-
-
-class Decoder(Protocol):
-    """What the executor needs of a decoder network."""
-
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        """[T] and [T] int64 → hidden states [T, hidden_size]."""
-        ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden_size] → [rows, vocab_size] float32."""
-        ...
+from labkit.models.decoder import Decoder
 
 
 class BlockTables:
@@ -72,11 +60,12 @@ class CpuExecutor:
         Host pool: num_swap_blocks · block_bytes, beside the budget.
         Block tables: 4 bytes · max_num_seqs · blocks of the longest sequence.
         Workspace: the gather scratch, `KVCache.scratch_bytes`.
+        Weights: the decoder's tensors and its rotary tables, which grow to max_model_len positions.
+        Activation: the peak of a step's temporaries, metered when `memory_parts` is first asked for under a plan.
     """
 
     def __init__(self, decoder: Decoder, plan: MemoryPlan) -> None:
         self._decoder = decoder
-        self._spec = plan.model
         self._allocate(plan)
 
     def reconfigure(self, plan: MemoryPlan) -> None:
@@ -101,9 +90,13 @@ class CpuExecutor:
 
     def memory_parts(self) -> dict[str, int]:
         """See `Executor.memory_parts`."""
+        if self._activation_bytes is None:
+            self._activation_bytes = activation_peak_bytes(self._decoder, self._plan)
         return {
+            "weights": self._decoder.num_bytes + self._decoder.table_bytes,
             "kv_cache": self._cache.pool_bytes,
             "block_tables": self._tables.array.nbytes,
+            "activation": self._activation_bytes,
             "workspace": self._cache.scratch_bytes,
         }
 
@@ -113,6 +106,9 @@ class CpuExecutor:
 
     def _allocate(self, plan: MemoryPlan) -> None:
         config = plan.config
+        self._plan = plan
+        self._activation_bytes: int | None = None
+        self._decoder.reserve_positions(int(config.max_model_len or 0))
         max_blocks = min(-(-int(config.max_model_len or 0) // config.block_size), plan.num_gpu_blocks)
         self._cache = KVCache(
             plan.model,

@@ -16,6 +16,8 @@ from labkit.engine.kv_cache import BlockRun, KVCache
 from labkit.models.attention import attention_scale
 from labkit.specs.model_spec import LayerSpec, ModelSpec
 
+# Queries of one masked call: scores take num_heads · TILE_ROWS · keys · 4 bytes.
+TILE_ROWS = 128
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -68,8 +70,7 @@ class PagedAttention:
         keys, values = keys[first:], values[first:]
         masked = length > 1 and layer.kind != "full" and _window_cuts(layer, context, length)
         if self._spec.attention_softcap is not None or masked or layer.head_dim != values.shape[2]:
-            mask = _mask(layer, context, length, first)
-            out.copy_(_explicit(q, keys, values, mask, scale, self._spec.attention_softcap))
+            _tiled(layer, q, keys, values, context, first, scale, self._spec.attention_softcap, out)
         elif length == 1:
             num_kv_heads = keys.shape[1]
             packed = q.view(1, num_kv_heads, -1, q.shape[2])
@@ -95,22 +96,43 @@ def _first_visible(layer: LayerSpec, context: int) -> int:
 
 def _window_cuts(layer: LayerSpec, context: int, length: int) -> bool:
     """Whether some later query of the chunk does not see that first key any more."""
-    last = context + length - 1
-    if layer.kind == "sliding":
-        return layer.window is not None and last - layer.window + 1 > _first_visible(layer, context)
-    return _first_visible(layer, last) > _first_visible(layer, context)
+    return _first_visible(layer, context + length - 1) > _first_visible(layer, context)
 
 
-def _mask(layer: LayerSpec, context: int, length: int, first: int) -> torch.Tensor:
-    """[L, S - first] which keys each query sees."""
-    rows = torch.arange(context, context + length).unsqueeze(1)
-    columns = torch.arange(first, context + length).unsqueeze(0)
-    visible = columns <= rows
+def _mask(layer: LayerSpec, rows: range, columns: range) -> torch.Tensor:
+    """[rows, columns] which keys each query sees, by position."""
+    queries = torch.arange(rows.start, rows.stop).unsqueeze(1)
+    keys = torch.arange(columns.start, columns.stop).unsqueeze(0)
+    visible = keys <= queries
     if layer.window is not None and layer.kind == "sliding":
-        visible &= columns > rows - layer.window
+        visible &= keys > queries - layer.window
     elif layer.window is not None and layer.kind == "chunked":
-        visible &= columns // layer.window == rows // layer.window
+        visible &= keys // layer.window == queries // layer.window
     return visible
+
+
+def _tiled(
+    layer: LayerSpec,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    context: int,
+    first: int,
+    scale: float,
+    softcap: float | None,
+    out: torch.Tensor,
+) -> None:
+    """Attention under a mask, `TILE_ROWS` queries at a time, so that its memory does not grow with the chunk.
+
+    `keys` and `values` begin at position `first`; q begins at position `context`.
+    """
+    for start in range(0, q.shape[0], TILE_ROWS):
+        rows = range(context + start, context + min(start + TILE_ROWS, q.shape[0]))
+        columns = range(max(first, _first_visible(layer, rows.start)), rows.stop)
+        seen = slice(columns.start - first, columns.stop - first)
+        tile = slice(start, start + len(rows))
+        mask = _mask(layer, rows, columns)
+        out[tile] = _explicit(q[tile], keys[seen], values[seen], mask, scale, softcap)
 
 
 def _grouped(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -145,11 +167,16 @@ def _explicit(
     softcap: float | None,
 ) -> torch.Tensor:
     """Attention under a mask [L, S], with tanh-capped scores where the model has them."""
-    grouped = _grouped(q, keys.shape[1])
-    group = grouped.shape[0]
-    k, v = (_heads(rows).expand(group, -1, -1, -1) for rows in (keys, values))
     if softcap is None:
+        grouped = _grouped(q, keys.shape[1])
+        k, v = (_heads(rows).expand(grouped.shape[0], -1, -1, -1) for rows in (keys, values))
         return _ungrouped(F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale))
-    scores = (grouped @ k.transpose(-1, -2)).float().mul_(scale / softcap).tanh_().mul_(softcap)
-    weights = scores.masked_fill_(~mask, float("-inf")).softmax(dim=-1).to(v.dtype)
-    return _ungrouped(weights @ v)
+    length, num_kv_heads = q.shape[0], keys.shape[1]
+    # Rows of one KV head's queries together: keys stay as they are, where expanded ones would be copied.
+    packed = q.view(length, num_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, q.shape[2])
+    scores = torch.bmm(packed, keys.permute(1, 2, 0)).float().mul_(scale / softcap).tanh_().mul_(softcap)
+    scores.view(num_kv_heads, -1, length, keys.shape[0]).masked_fill_(~mask, float("-inf"))
+    result = torch.bmm(scores.softmax(dim=-1).to(values.dtype), values.transpose(0, 1))
+    return (
+        result.view(num_kv_heads, -1, length, values.shape[2]).permute(2, 0, 1, 3).reshape(length, -1, values.shape[2])
+    )

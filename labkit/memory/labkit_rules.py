@@ -14,6 +14,8 @@ from labkit.specs.model_spec import LayerSpec, ModelSpec
 
 TABLE_ENTRY_BYTES = 4
 FIRST_POSITIONS = 8192
+# As `labkit.engine.paged_attention` tiles attention with capped scores.
+TILE_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -118,17 +120,26 @@ def _activation_bytes(model: ModelSpec, config: EngineConfig) -> int:
     """
     element, tokens = ELEMENT_BYTES[config.dtype], config.max_num_batched_tokens or 0
     rows = min(config.max_num_seqs or 0, tokens)
-    layer_peak = max((_layer_elements(model, layer) for layer in model.layers), default=0) * tokens * element
+    layer_peak = max((_layer_bytes(model, layer, config) for layer in model.layers), default=0)
     logits = rows * model.vocab_size * (4 if element == 4 else 4 + element)
     sampling = 0 if model.is_embedding else logits + (tokens + rows) * model.hidden_size * element
     return max(layer_peak, sampling)
 
 
-def _layer_elements(model: ModelSpec, layer: LayerSpec) -> int:
-    """Elements per token that are alive in the wider half of a layer."""
+def _layer_bytes(model: ModelSpec, layer: LayerSpec, config: EngineConfig) -> int:
+    """Bytes alive in the wider half of a layer, all tokens of a step.
+
+    Capped scores are computed apart from the kernel that needs no memory for them: `TILE_ROWS` queries at a time over
+    the longest request, float32 scores and weights.
+    """
+    element, tokens = ELEMENT_BYTES[config.dtype], config.max_num_batched_tokens or 0
     hidden, query = model.hidden_size, layer.num_heads * layer.head_dim
     keys, values = layer.num_kv_heads * layer.head_dim, layer.num_kv_heads * _v_dim(layer)
-    attention = 2 * hidden + (query + keys + values) + (query + keys) * 2 + 3 * layer.num_heads * _v_dim(layer)
+    results = (3 if model.attention_softcap is None else 1) * layer.num_heads * _v_dim(layer)
+    attention = (2 * hidden + (query + keys + values) + (query + keys) * 2 + results) * tokens * element
+    if model.attention_softcap is not None:
+        weights = 8 if element == 4 else 8 + element
+        attention += layer.num_heads * min(TILE_ROWS, tokens) * (config.max_model_len or 0) * weights
     width = model.intermediate_size if layer.intermediate_size is None else layer.intermediate_size
-    mlp = 4 * hidden + (3 if model.gated_mlp else 2) * width
+    mlp = (4 * hidden + (3 if model.gated_mlp else 2) * width) * tokens * element
     return max(attention, mlp)
