@@ -16,12 +16,14 @@ from labkit.memory.dtypes import ELEMENT_BYTES
 from labkit.memory.rules import VersionRules
 from labkit.memory.weights import StageLayers
 from labkit.specs.engine_config import EngineConfig
+from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_spec import LayerSpec, ModelSpec
 
 GIB = 2**30
 MAX_CAPTURE_SIZE = 512
 # FlashAttention's upper bound of splits when its launch is captured.
 ATTENTION_SPLITS = 32
+NVLINK_CARDS = ("A100", "H100 SXM", "H200", "H20", "B200", "B300")
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,10 @@ class Constants:
         graph_rows: hidden-state rows of that size that every layer keeps between its graphs.
         graph_estimate_share: what vLLM estimates before capture over what capture takes; this is what the budget loses.
         non_torch_gib: growth outside torch at one card; `non_torch_tp_gib` with tensor parallelism (NCCL buffers,
-            custom all-reduce), `non_torch_pp_gib` with pipeline stages only.
+            custom all-reduce over NVLink), `non_torch_pcie_gib` over PCIe, `non_torch_pp_gib` with
+            pipeline stages only.
+        late_growth_gib, late_growth_mxfp4_gib: what is allocated after the pool and was not profiled (library
+            workspaces, sampler warm-up), and with MXFP4 experts.
         activation_uncertainty, graph_uncertainty_gib: ± as a share, and in GiB.
         source: what they were fitted on.
     """
@@ -56,7 +61,10 @@ class Constants:
     graph_estimate_share: float
     non_torch_gib: float
     non_torch_tp_gib: float
+    non_torch_pcie_gib: float
     non_torch_pp_gib: float
+    late_growth_gib: float
+    late_growth_mxfp4_gib: float
     activation_uncertainty: float
     graph_uncertainty_gib: float
     source: str = ""
@@ -187,15 +195,33 @@ def graph_estimate_share(model: ModelSpec, rules: VersionRules) -> float:
     return constants_for(rules.version, rules.model_runner(model)).graph_estimate_share
 
 
-def non_torch_bytes(config: EngineConfig, rules: VersionRules, runner: int) -> int:
+def has_fast_links(gpu: GpuSpec) -> bool:
+    """Cards that are joined by NVLink: there the collective library and the custom all-reduce take GiB of buffers.
+
+    Over PCIe they take little: 0.09 to 0.39 GiB on 16 and 24 GiB cards (cases N23, N60).
+    """
+    name = gpu.name.upper()
+    return any(known in name for known in NVLINK_CARDS) or gpu.total_bytes >= 70 * GIB
+
+
+def non_torch_bytes(config: EngineConfig, gpu: GpuSpec, rules: VersionRules, runner: int) -> int:
     """Growth outside torch while profiling: workspaces of libraries, NCCL buffers with more than one card."""
-    return non_torch_with(constants_for(rules.version, runner), config)
+    return non_torch_with(constants_for(rules.version, runner), config, has_fast_links(gpu))
 
 
-def non_torch_with(constants: Constants, config: EngineConfig) -> int:
+def non_torch_with(constants: Constants, config: EngineConfig, fast_links: bool) -> int:
     """Non-torch memory under given constants, in bytes."""
+    if config.tensor_parallel_size > 1 and not fast_links:
+        return round(constants.non_torch_pcie_gib * GIB)
     if config.tensor_parallel_size > 1:
         return round(constants.non_torch_tp_gib * GIB)
     if config.pipeline_parallel_size > 1:
         return round(constants.non_torch_pp_gib * GIB)
     return round(constants.non_torch_gib * GIB)
+
+
+def late_growth_bytes(model: ModelSpec, rules: VersionRules) -> int:
+    """Memory that is taken after the pool, outside the budget."""
+    constants = constants_for(rules.version, rules.model_runner(model))
+    is_mxfp4 = model.weight_format.kind == "mxfp4"
+    return round((constants.late_growth_mxfp4_gib if is_mxfp4 else constants.late_growth_gib) * GIB)

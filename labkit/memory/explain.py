@@ -73,6 +73,8 @@ def rank_details(rank: RankPlan) -> dict[str, Any]:
         **{name: getattr(rank, name) for name in names},
         "block_bytes": rank.layout.block_bytes,
         "padding_layers": rank.layout.padding_layers,
+        "state_blocks": rank.layout.state_blocks,
+        "in_flight_tokens": rank.layout.in_flight_tokens,
         "groups": group_details(rank.layout),
         "uncertainty_bytes": dict(rank.uncertainty_bytes),
     }
@@ -85,6 +87,7 @@ def group_details(layout: KvLayout) -> tuple[dict[str, Any], ...]:
             "kind": group.page.kind,
             "num_layers": group.num_layers,
             "block_tokens": group.page.block_tokens,
+            "token_bytes": group.page.token_bytes,
             "page_bytes": group.page.page_bytes,
             "window": group.page.window,
         }

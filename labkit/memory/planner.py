@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from labkit.errors import UnknownNameError
+from labkit.memory.budget import late_growth_bytes
 from labkit.memory.capacity import Capacity, binding_rank, capacity_of, judge
 from labkit.memory.dtypes import compute_dtype
 from labkit.memory.explain import (
@@ -84,7 +85,7 @@ def _plan_vllm(
     num_blocks = resolved.num_gpu_blocks_override or rank.num_blocks
     upper = max(model.max_position_embeddings, resolved.max_model_len or 0)
     capacity = capacity_of(rank, num_blocks, resolved, rules, upper)
-    verdict = _verdict(rank, capacity)
+    verdict = _verdict(model, resolved, rules, rank, capacity)
     return MemoryPlan(
         model=model, gpu=gpu, config=resolved, engine=engine, engine_version=rules.text,
         breakdown=_breakdown(rank, num_blocks, resolved),
@@ -102,14 +103,20 @@ def _plan_vllm(
     )  # fmt: skip
 
 
-def _verdict(rank: RankPlan, capacity: Capacity) -> Verdict:
-    """The fit check, and whether the card has the budget free and room outside it for what comes later."""
+def _verdict(
+    model: ModelSpec, config: EngineConfig, rules: VersionRules, rank: RankPlan, capacity: Capacity
+) -> Verdict:
+    """The fit check, whether the card has the budget free, and room outside it for what comes after the pool."""
     verdict = judge(capacity.margin_bytes, rank.uncertainty_bytes["kv_cache"])
-    if rank.total_bytes - rank.outside_bytes < rank.budget_bytes:
+    if not rules.charges_others and rank.total_bytes - rank.outside_bytes < rank.budget_bytes:
         return "does not fit"
-    later = 0 if rank.graphs_inside else rank.cuda_graphs_bytes
-    room = rank.total_bytes - rank.outside_bytes - rank.budget_bytes + rank.activation_bytes
-    return "may not fit" if verdict == "fits" and later > room else verdict
+    room = rank.total_bytes - rank.budget_bytes - (0 if rules.charges_others else rank.outside_bytes)
+    later = rank.cuda_graphs_bytes - rank.graphs_reserved_bytes + late_growth_bytes(model, rules)
+    lacks_states = any(group.page.kind == "state" for group in rank.layout.groups) and (
+        capacity.num_blocks < (config.max_num_seqs or 0)
+    )
+    doubtful = later > room or lacks_states or rules.is_older_than_known
+    return "may not fit" if verdict == "fits" and doubtful else verdict
 
 
 def _breakdown(rank: RankPlan, num_blocks: int, config: EngineConfig) -> MemoryBreakdown:

@@ -38,6 +38,7 @@ class VersionRules:
             "listed" (`runner2_architectures`), "dense" (those, and what has neither experts nor state) or "all".
         state_prefix_caching: recurrent layers take part in prefix caching by default.
         profiles_full_length: without chunked prefill a prompt of max_model_len is profiled.
+        charges_others: what other processes and the CUDA context use counts against the budget, as non-torch memory.
         note: said when the version is not known and the nearest is used.
     """
 
@@ -57,6 +58,7 @@ class VersionRules:
     runner2_architectures: tuple[str, ...]
     state_prefix_caching: bool
     profiles_full_length: bool
+    charges_others: bool
     note: str | None = None
 
     def model_runner(self, model: ModelSpec) -> int:
@@ -67,6 +69,11 @@ class VersionRules:
             return 2
         mixed = model.moe is not None or any(layer.kind == "state" for layer in model.layers)
         return 2 if self.runner2_models == "dense" and not mixed else 1
+
+    @property
+    def is_older_than_known(self) -> bool:
+        """True before the first version whose rules are known: then nothing is promised to fit."""
+        return self.version < parse_version(_table()["oldest"])
 
     @property
     def text(self) -> str:

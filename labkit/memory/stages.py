@@ -168,7 +168,9 @@ def _plan_rank(
         overrides.activation_bytes,
         round(activation_bytes(model, config, stage, rules, dtype) * calibration.activation_factor),
     )
-    non_torch = _first(overrides.non_torch_bytes, calibration.non_torch_bytes, non_torch_bytes(config, rules, runner))
+    non_torch = _first(
+        overrides.non_torch_bytes, calibration.non_torch_bytes, non_torch_bytes(config, gpu, rules, runner)
+    )
     graphs = _first(
         overrides.cuda_graphs_bytes,
         round(graphs_bytes(model, config, stage, rules) * calibration.graphs_factor),
@@ -176,7 +178,8 @@ def _plan_rank(
     inside = rules.graphs_in_budget == "all" or (rules.graphs_in_budget == "runner1" and runner == 1)
     budget = math.ceil(total * config.gpu_memory_utilization)
     reserved = round(graphs * graph_estimate_share(model, rules)) if inside else 0
-    available = budget - weights - activation - non_torch - reserved
+    outside = _outside(gpu, config, total, overrides, calibration, rules)
+    available = budget - weights - activation - non_torch - reserved - (outside if rules.charges_others else 0)
     if config.kv_cache_memory_bytes is not None:
         available = config.kv_cache_memory_bytes
     available = _first(overrides.available_kv_bytes, available)
@@ -185,7 +188,7 @@ def _plan_rank(
         stage=stage,
         total_bytes=total,
         budget_bytes=budget,
-        outside_bytes=_outside(gpu, config, total, overrides, calibration),
+        outside_bytes=outside,
         graphs_reserved_bytes=reserved,
         weights_bytes=weights,
         activation_bytes=activation,
@@ -196,7 +199,8 @@ def _plan_rank(
         layout=layout,
         num_blocks=max(0, available // layout.block_bytes) if layout.block_bytes else 0,
     )
-    known = overrides.available_kv_bytes is not None or config.kv_cache_memory_bytes is not None
+    stated = (overrides.available_kv_bytes, config.kv_cache_memory_bytes, config.num_gpu_blocks_override)
+    known = any(value is not None for value in stated)
     return replace(rank, uncertainty_bytes=_uncertainty(rank, rules, runner, overrides, calibration, known))
 
 
@@ -205,13 +209,22 @@ def _first(*values: int | None) -> int:
     return next(value for value in values if value is not None)
 
 
-def _outside(gpu: GpuSpec, config: EngineConfig, total: int, overrides: Overrides, calibration: Calibration) -> int:
+def _outside(
+    gpu: GpuSpec,
+    config: EngineConfig,
+    total: int,
+    overrides: Overrides,
+    calibration: Calibration,
+    rules: VersionRules,
+) -> int:
     """Bytes in use before the engine takes its first snapshot: CUDA context, NCCL, other processes."""
     free = overrides.free_bytes if overrides.free_bytes is not None else gpu.free_bytes
     if free is not None:
         return max(0, total - free)
     if calibration.outside_bytes is not None:
         return calibration.outside_bytes
+    if rules.charges_others:
+        return 0  # the context is in the non-torch constant of these versions
     kind = "tensor" if config.tensor_parallel_size > 1 else "alone"
     if kind == "alone" and config.pipeline_parallel_size > 1:
         kind = "pipeline"

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from labkit.specs.model_spec import LayerSpec, ModelSpec
 
 VOCAB_PADDING = 64
+# vLLM's MXFP4 kernels take expert widths in these steps: gpt-oss-120b loads as 64.4 GiB, not 60.8 (case N62).
+MXFP4_PADDING = 256
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ def _moe_tensors(model: ModelSpec, num_experts: int, share: Sharing) -> Iterator
     width, fused = moe.intermediate_size, 2 if model.gated_mlp else 1
     on_rank = math.ceil(num_experts / cards) if share.expert_parallel else num_experts
     rank_width = width if share.expert_parallel else math.ceil(width / cards)
+    if model.weight_format.kind == "mxfp4":
+        rank_width = math.ceil(rank_width / MXFP4_PADDING) * MXFP4_PADDING
     for columns, rank_columns, inputs in ((fused * width, fused * rank_width, hidden), (width, rank_width, width)):
         yield WeightTensor("experts", num_experts * columns * hidden, on_rank * rank_columns * hidden, inputs)
     if moe.expert_bias:
