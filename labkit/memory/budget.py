@@ -44,8 +44,8 @@ class Constants:
         non_torch_gib: growth outside torch at one card; `non_torch_tp_gib` with tensor parallelism (NCCL buffers,
             custom all-reduce over NVLink), `non_torch_pcie_gib` over PCIe, `non_torch_pp_gib` with
             pipeline stages only.
-        late_growth_gib, late_growth_mxfp4_gib: what is allocated after the pool and was not profiled (library
-            workspaces, sampler warm-up), and with MXFP4 experts.
+        late_growth_gib: what is allocated after the pool and was not profiled (library workspaces, communication).
+        late_growth_mxfp4_bytes: with MXFP4 experts, bytes per request and vocabulary entry on top (sampler warm-up).
         activation_uncertainty, graph_uncertainty_gib: ± as a share, and in GiB.
         source: what they were fitted on.
     """
@@ -64,7 +64,7 @@ class Constants:
     non_torch_pcie_gib: float
     non_torch_pp_gib: float
     late_growth_gib: float
-    late_growth_mxfp4_gib: float
+    late_growth_mxfp4_bytes: float
     activation_uncertainty: float
     graph_uncertainty_gib: float
     source: str = ""
@@ -220,8 +220,8 @@ def non_torch_with(constants: Constants, config: EngineConfig, fast_links: bool)
     return round(constants.non_torch_gib * GIB)
 
 
-def late_growth_bytes(model: ModelSpec, rules: VersionRules) -> int:
+def late_growth_bytes(model: ModelSpec, config: EngineConfig, rules: VersionRules) -> int:
     """Memory that is taken after the pool, outside the budget."""
     constants = constants_for(rules.version, rules.model_runner(model))
-    is_mxfp4 = model.weight_format.kind == "mxfp4"
-    return round((constants.late_growth_mxfp4_gib if is_mxfp4 else constants.late_growth_gib) * GIB)
+    logits = (config.max_num_seqs or 0) * model.vocab_size if model.weight_format.kind == "mxfp4" else 0
+    return round(constants.late_growth_gib * GIB + constants.late_growth_mxfp4_bytes * logits)

@@ -38,9 +38,9 @@ START = Constants(
     non_torch_pp_gib=0.07,
     activation_uncertainty=0.1,
     graph_uncertainty_gib=0.3,
-    # Cases R09 (0.5 GiB on one card), D05 (2.8 GiB unaccounted for when the sampler of gpt-oss-20b ran out).
+    # Cases R09 (0.5 GiB on one card); D05 and N59 (2.8 and 1.4 GiB unaccounted for with gpt-oss).
     late_growth_gib=0.5,
-    late_growth_mxfp4_gib=2.8,
+    late_growth_mxfp4_bytes=12.5,
 )
 # By construction: the logits in 16 bit and their float32 copy. A first compilation adds up to 0.25 GiB to some rows
 # (notes/h200-baselines.md), which a free constant would absorb.

@@ -111,7 +111,7 @@ def _verdict(
     if not rules.charges_others and rank.total_bytes - rank.outside_bytes < rank.budget_bytes:
         return "does not fit"
     room = rank.total_bytes - rank.budget_bytes - (0 if rules.charges_others else rank.outside_bytes)
-    later = rank.cuda_graphs_bytes - rank.graphs_reserved_bytes + late_growth_bytes(model, rules)
+    later = rank.cuda_graphs_bytes - rank.graphs_reserved_bytes + late_growth_bytes(model, config, rules)
     lacks_states = any(group.page.kind == "state" for group in rank.layout.groups) and (
         capacity.num_blocks < (config.max_num_seqs or 0)
     )
