@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from labkit.errors import OutOfRangeError, UnknownNameError
+from labkit.errors import FileFormatError, OutOfRangeError, UnknownNameError
 from labkit.text import nearest, plain
 
 # Every name that some vLLM version takes; which of them an engine has, the planner says by name.
@@ -196,7 +197,10 @@ class EngineConfig:
         choices=("recompute", "swap"),
     )
     disable_hybrid_kv_cache_manager: bool = _knob(
-        False, "--disable-hybrid-kv-cache-manager", "Sliding-window layers keep KV as if they saw everything.", bool,
+        False,
+        "--disable-hybrid-kv-cache-manager",
+        "Sliding-window layers keep KV as if they saw everything.",
+        bool,
     )
     num_gpu_blocks_override: int | None = _knob(
         None,
@@ -300,6 +304,27 @@ class EngineConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values by knob name, as the run store and the report keep them."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
+        """The configuration that `to_dict` gave, also one from an older labkit: knobs that are silent have defaults.
+
+        Raises:
+            UnknownNameError: keys that are no knobs, all named; a newer labkit may have written them.
+            OutOfRangeError: a value outside its knob's range.
+            FileFormatError: `values` is no mapping.
+        """
+        if not isinstance(values, Mapping):
+            raise FileFormatError(f"a configuration is a mapping of knobs, not {plain(repr(values), 80)}")
+        known = [entry.name for entry in dataclasses.fields(cls)]
+        unknown = sorted(plain(key, 80) for key in values if key not in known)
+        if unknown:
+            raise UnknownNameError(
+                f"the configuration has knobs that this labkit does not know: {', '.join(unknown[:10])}",
+                available=", ".join(known),
+                works="the labkit version that wrote it, or the configuration without them",
+            )
+        return cls(**values)
 
     def differences(self, other: EngineConfig) -> dict[str, tuple[Any, Any]]:
         """The knobs in which `other` differs: name → (own value, other's value)."""

@@ -7,11 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from labkit.specs.config_fields import ConfigFields
 
 CATALOGUE_FOLDER = Path(__file__).parent / "catalogue"
+
+# Model types whose layers are those of another family; their classes are not in transformers or are its copies.
+_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "deepseek_v32": "deepseek_v3", "deepseek_vl_v2": "deepseek_v2", "glm_moe_dsa": "deepseek_v3",
+        "kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "kimi_vl": "deepseek_v3", "deepseek": "deepseek_v2",
+        "yi": "llama", "aquila": "llama", "solar": "llama", "smollm": "llama", "exaone": "llama", "cwm": "llama",
+        "mistral3": "mistral", "pixtral": "mistral", "phi3_v": "phi3", "phi4mm": "phi3", "RefinedWeb": "falcon",
+        "embedding_gemma": "gemma3_text", "gemma3_text_model": "gemma3_text", "MiniMaxText01": "minimax",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,8 @@ def family_names() -> tuple[str, ...]:
 def find_family(model_type: str) -> Family:
     """The family of `model_type`, also without its `_text` suffix; an unknown one has Llama's traits."""
     known = _families()
-    for name in (model_type, f"{model_type}_text", model_type.removesuffix("_text")):
+    alias = _ALIASES.get(model_type, model_type)
+    for name in (alias, f"{alias}_text", alias.removesuffix("_text")):
         if name in known:
             return Family(model_type, True, known[name]["traits"], known[name]["defaults"])
     assumed = {"qkv_bias": "attention_bias", "attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}

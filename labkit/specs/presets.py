@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from labkit.errors import UnknownNameError
-from labkit.format import count, memory, number
+from labkit.format import count, memory
 from labkit.specs.engine_config import EngineConfig
 from labkit.text import nearest, plain
 
@@ -96,13 +96,13 @@ _WORDS: Mapping[str, Callable[[Any], str]] = MappingProxyType(
         "kv_cache_dtype": lambda value: f"{value} KV",
         "block_size": _worded("block"),
         "max_model_len": _worded("length", count),
-        "gpu_memory_utilization": _worded("utilization", number),
+        "gpu_memory_utilization": _worded("utilization", lambda value: f"{value:g}"),
         "max_num_seqs": _worded("seqs", count),
         "max_num_batched_tokens": _worded("batched tokens", count),
         "enable_chunked_prefill": _switch("chunked prefill", "no chunked prefill"),
         "enable_prefix_caching": _switch("prefix caching", "no prefix caching"),
         "enforce_eager": _switch("eager", "graphs"),
-        "swap_space": lambda value: f"swap {number(value)} GiB" if value else "no swap space",
+        "swap_space": lambda value: f"swap {value:g} GiB" if value else "no swap space",
         "preemption_mode": lambda value: f"preempt by {value}",
         "num_gpu_blocks_override": _worded("blocks", count),
         "kv_cache_memory_bytes": _worded("KV", memory),
@@ -113,7 +113,7 @@ _WORDS: Mapping[str, Callable[[Any], str]] = MappingProxyType(
         "pipeline_parallel_size": _worded("PP"),
         "data_parallel_size": _worded("DP"),
         "enable_expert_parallel": _switch("expert parallel", "no expert parallel"),
-        "cpu_memory_gib": lambda value: f"memory {number(value)} GiB",
+        "cpu_memory_gib": lambda value: f"memory {value:g} GiB",
     }
 )
 
