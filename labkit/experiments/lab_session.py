@@ -10,13 +10,14 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from labkit.errors import CancelledError, DoesNotFitError, LabkitError, StoreError, WorkerError
 from labkit.experiments.run import RunOptions
 from labkit.experiments.runner import LocalRunner, RunAnswer, RunJob, Runner
 from labkit.experiments.store import RunStore, RunWriter
 from labkit.experiments.worker import OnEvent, Worker
+from labkit.format import GIB
 from labkit.measure.l2_model import simulate_l2_of_run
 from labkit.measure.memory_snapshot import measured_breakdown
 from labkit.measure.run_record import RequestRow, RunRecord, RunStatus, StepRow
@@ -31,6 +32,13 @@ from labkit.text import plain
 
 STORE_EVERY_S = 1.0
 L2_CARD = "H100"
+
+
+def _weights_source(spec: ModelSpec, given: str | Path | ModelSpec) -> str:
+    """Where the weights of `spec` are: a path or hub id; a catalogue name in any spelling means its hub id."""
+    if spec.source == "catalogue":
+        return spec.name
+    return spec.source if isinstance(given, ModelSpec) else str(given)
 
 
 def _ignore(event: dict[str, Any]) -> None:
@@ -70,10 +78,10 @@ class LabSession:
         runner: Runner | None = None,
     ) -> None:
         self.model = model if isinstance(model, ModelSpec) else load_model(model)
-        self.source = self.model.source if isinstance(model, ModelSpec) else str(model)
+        self.source = _weights_source(self.model, model)
         self.gpu = gpu if isinstance(gpu, GpuSpec) else load_gpu(gpu)
         self.workload = workload if isinstance(workload, Workload) or workload is None else load_workload(workload)
-        self.config = config or EngineConfig()
+        self.config = config or _default_config(self.gpu)
         self.store = store if isinstance(store, RunStore) else RunStore(store)
         self._records: list[RunRecord] = []
         self._runner = runner or LocalRunner(Worker(num_threads=num_threads, memory_limit_bytes=memory_limit_bytes))
@@ -83,7 +91,7 @@ class LabSession:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(model={plain(self.model.name, 60)!r}, gpu={plain(self.gpu.name, 60)!r})"
 
-    def __enter__(self) -> LabSession:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,21 +119,23 @@ class LabSession:
     def run(
         self,
         config: EngineConfig | None = None,
+        on_event: OnEvent | None = None,
         *,
         workload: Workload | None = None,
         options: RunOptions | None = None,
         name: str | None = None,
-        on_event: OnEvent | None = None,
+        keep: bool = True,
         **changes: Any,
     ) -> RunRecord:
         """Run the workload under `config` and return the record, which is in the store as well.
 
         Args:
             config: the session's when None; `changes` are knobs to set on top.
+            on_event: called in this thread with dicts of type "status", "progress", "step", "log", "done", "error".
             workload: instead of the session's.
             options: arrival scale, temperature, seed.
             name: what to call the run; by default what its knobs change.
-            on_event: called in this thread with dicts of type "status", "progress", "step", "log", "done", "error".
+            keep: False leaves it out of the store and of `records()`, for a trial that only measures speed.
 
         Returns:
             The record, with status "finished", or "cancelled" after `cancel()`; then with what was done until then.
@@ -142,7 +152,7 @@ class LabSession:
             self._cancel.clear()
             config = self._config(config, changes)
             job = self._job(config, workload, options, tell)
-            return self._carry_out(job, name or name_of(config), tell)
+            return self._carry_out(job, name or name_of(config), keep, tell)
         except LabkitError as error:
             tell(error_event(error))
             raise
@@ -190,22 +200,23 @@ class LabSession:
             raise _does_not_fit(plan)
         return RunJob(plan, workload, self.source, options or RunOptions())
 
-    def _carry_out(self, job: RunJob, name: str, tell: OnEvent) -> RunRecord:
-        log = _RunLog(self.store, self._blank_record(job, name), tell)
+    def _carry_out(self, job: RunJob, name: str, keep: bool, tell: OnEvent) -> RunRecord:
+        log = _RunLog(self.store if keep else None, self._blank_record(job, name), tell)
+        ended = self._records if keep else []
         try:
             answer = self._runner.run(job, tell, log.add, self._cancel)
         except CancelledError:
             record = log.finish("cancelled")
         except LabkitError as error:
-            self._records.append(log.finish("failed", error=str(error)))
+            ended.append(log.finish("failed", error=str(error)))
             raise
         except BaseException:
             # Ctrl-C, or a callback that failed: for the record the same as Cancel.
-            self._records.append(log.finish("cancelled"))
+            ended.append(log.finish("cancelled"))
             raise
         else:
             record = log.finish(answer.status, answer=answer, l2_card=self._l2_card())
-        self._records.append(record)
+        ended.append(record)
         log.raise_what_the_store_said()
         tell({"type": "done", "run_id": record.run_id, "status": record.status, "name": record.name})
         return record
@@ -238,10 +249,14 @@ class LabSession:
         return load_gpu(L2_CARD) if self.gpu.is_cpu else self.gpu
 
 
+def _default_config(gpu: GpuSpec) -> EngineConfig:
+    return EngineConfig(cpu_memory_gib=gpu.total_bytes / GIB) if gpu.is_cpu else EngineConfig()
+
+
 class _RunLog:
     """The record of a run while it grows, in memory and, once a second, in the store."""
 
-    def __init__(self, store: RunStore, record: RunRecord, tell: OnEvent) -> None:
+    def __init__(self, store: RunStore | None, record: RunRecord, tell: OnEvent) -> None:
         self._record = record
         self._tell = tell
         self._requests: list[RequestRow] = []
@@ -249,12 +264,12 @@ class _RunLog:
         self._stored = (0, 0)
         self._stored_at = time.monotonic()
         self._refusal: StoreError | None = None
-        self._writer: RunWriter = store.begin(record)
+        self._writer: RunWriter | None = store.begin(record) if store else None
 
     def add(self, requests: Sequence[RequestRow], steps: Sequence[StepRow]) -> None:
         self._requests.extend(requests)
         self._steps.extend(steps)
-        if time.monotonic() - self._stored_at < STORE_EVERY_S:
+        if self._writer is None or time.monotonic() - self._stored_at < STORE_EVERY_S:
             return
         self._stored_at = time.monotonic()
         first_request, first_step = self._stored
@@ -284,7 +299,8 @@ class _RunLog:
         if answer is not None:
             record = _with_measurements(record, answer, l2_card)
         try:
-            self._writer.finish(record)
+            if self._writer is not None:
+                self._writer.finish(record)
         except StoreError as refusal:
             self._refusal = refusal
             self._tell({"type": "log", "level": "error", "message": str(refusal)})

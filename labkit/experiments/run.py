@@ -89,7 +89,7 @@ class WorkloadRun:
         self._tokens_reported = 0
         self._num_input_tokens = sum(request.input_tokens for request in workload.requests)
         self._num_output_tokens = sum(request.output_tokens for request in workload.requests)
-        self._speed = _Speed()
+        self._speed = Speed()
         self._recorder = RunRecorder(clock(), engine.block_map)
 
     def serve(self) -> RunOutcome:
@@ -205,7 +205,7 @@ class WorkloadRun:
         }
 
 
-class _Speed:
+class Speed:
     """How fast prompts and outputs were computed so far, for the time that is left."""
 
     def __init__(self) -> None:
@@ -214,6 +214,7 @@ class _Speed:
         self._num_computed = {"prefill": 0, "decode": 0}
 
     def add(self, row: StepRow) -> None:
+        """Count one step, as one of prompts or of outputs, whichever it had more of."""
         kind = "prefill" if row.num_prefill_tokens > row.num_decode_tokens else "decode"
         self._seconds[kind] += row.duration_s
         self._tokens[kind] += row.num_tokens
@@ -221,12 +222,16 @@ class _Speed:
         self._num_computed["decode"] += row.num_decode_tokens
 
     def remaining_s(self, num_input_tokens: int, num_output_tokens: int) -> float | None:
-        """Seconds for what is left of the totals; None before the first step."""
+        """Seconds for what is left of the totals after the steps so far; None before the first step."""
+        return self.seconds_for(
+            num_input_tokens - self._num_computed["prefill"], num_output_tokens - self._num_computed["decode"]
+        )
+
+    def seconds_for(self, num_input_tokens: int, num_output_tokens: int) -> float | None:
+        """Seconds for so many tokens at the speed so far; None before the first step."""
         seconds = {kind: self._seconds[kind] / self._tokens[kind] for kind in self._tokens if self._tokens[kind]}
         if not seconds:
             return None
         slowest = max(seconds.values())
         left = {"prefill": num_input_tokens, "decode": num_output_tokens}
-        return sum(
-            max(0, total - self._num_computed[kind]) * seconds.get(kind, slowest) for kind, total in left.items()
-        )
+        return sum(max(0, tokens) * seconds.get(kind, slowest) for kind, tokens in left.items())

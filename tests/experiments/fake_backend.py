@@ -62,6 +62,16 @@ class FakeBackend:
             step = [now - STEP_S, STEP_S, len(running), 0, len(running), len(running), 0, len(running), 0, 10, 0, 0]
             rows = [_request(i, inputs[i], times[i]) for i in finished]
             emit({"type": "rows", "requests": rows, "steps": [step]})
+            emit(
+                {
+                    "type": "progress",
+                    "phase": "run",
+                    "done": 0,
+                    "total": len(lengths),
+                    "elapsed_s": now,
+                    "remaining_s": 1.0,
+                }
+            )
             emit({"type": "step", "num_running": len(running), "time_s": now, "num_blocks_used": len(running)})
         return {
             "status": status,
