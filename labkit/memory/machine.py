@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from labkit.errors import OutOfRangeError
+from labkit.memory.logs.record import LogRecord
 from labkit.memory.planner import LABKIT_VERSION
 from labkit.memory.questions import Question, cards_needed, flag_effects, smallest_utilization
 from labkit.memory.records import MemoryPlan
@@ -28,7 +29,7 @@ def question_for(
     free_gib: float | None = None,
     available_kv_gib: float | None = None,
     weights_gib: float | None = None,
-    calibration: Calibration | None = None,
+    calibration: Calibration | LogRecord | None = None,
 ) -> Question:
     """What `labkit plan` was asked, as a `Question`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from labkit.errors import UnknownNameError
 from labkit.memory.budget import late_growth_bytes
+from labkit.memory.calibration import calibration_of, log_config
 from labkit.memory.capacity import Capacity, binding_rank, capacity_of, judge
 from labkit.memory.dtypes import compute_dtype
 from labkit.memory.explain import (
@@ -15,6 +16,7 @@ from labkit.memory.explain import (
     rank_details,
 )
 from labkit.memory.labkit_rules import block_tables_bytes, engine_parts, scratch_bytes
+from labkit.memory.logs.record import LogRecord
 from labkit.memory.records import MemoryBreakdown, MemoryPlan, Verdict
 from labkit.memory.resolve import resolve_config
 from labkit.memory.rules import VersionRules, vllm_rules
@@ -36,7 +38,7 @@ def plan(
     *,
     engine: str = "labkit",
     engine_version: str = "0.33.0",
-    calibration: Calibration | None = None,
+    calibration: Calibration | LogRecord | None = None,
     overrides: Overrides | None = None,
 ) -> MemoryPlan:
     """The memory plan of `model` on `gpu` under `config`.
@@ -47,7 +49,7 @@ def plan(
         config: the knobs; None means all defaults.
         engine: "labkit", "vllm" or "sglang".
         engine_version: vLLM's version; labkit's engine on a GPU follows the same version's budget.
-        calibration: the constants of a host, from one of its start-up logs.
+        calibration: the constants of a host, or one of its start-up logs (of this model) to take them from.
         overrides: parts that are known better than the formulas give them.
 
     Returns:
@@ -66,7 +68,13 @@ def plan(
     if engine == "sglang":
         return plan_sglang(model, gpu, config, overrides or Overrides())
     rules = vllm_rules(engine_version)
-    return _plan_vllm(model, gpu, config, rules, engine, calibration or Calibration(), overrides or Overrides())
+    overrides = overrides or Overrides()
+    if isinstance(calibration, LogRecord):
+        its_rules = vllm_rules(calibration.version) if calibration.version else rules
+        its_config = log_config(calibration, its_rules.utilization)
+        its_plan = _plan_vllm(model, gpu, its_config, its_rules, engine, Calibration(), Overrides())
+        calibration = calibration_of(calibration, its_plan)
+    return _plan_vllm(model, gpu, config, rules, engine, calibration or Calibration(), overrides)
 
 
 def _plan_vllm(

@@ -10,6 +10,7 @@ from typing import Any
 from labkit.errors import LabkitError, OutOfRangeError
 from labkit.format import count, memory
 from labkit.memory.kv_layout import KvGroup, KvLayout, PageKind
+from labkit.memory.logs.record import LogRecord
 from labkit.memory.planner import plan
 from labkit.memory.records import MemoryPlan
 from labkit.memory.stages import Calibration, Overrides
@@ -30,7 +31,7 @@ class Question:
     config: EngineConfig
     engine: str = "vllm"
     engine_version: str = "0.33.0"
-    calibration: Calibration | None = None
+    calibration: Calibration | LogRecord | None = None
     overrides: Overrides | None = None
 
     def plan(self, **changes: Any) -> MemoryPlan:
