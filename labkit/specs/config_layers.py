@@ -15,7 +15,8 @@ from labkit.text import plain
 MAX_LAYERS = 4096
 _MAX_HEADS = 2**16
 _KINDS: Mapping[str, str] = {
-    "full_attention": "full", "attention": "full", "full": "full", "global": "full", "sliding_attention": "sliding",
+    "full_attention": "full", "attention": "full", "full": "full", "global": "full", "indexed_attention": "full",
+    "deepseek_sparse_attention": "full", "minimax_m3_sparse": "full", "sliding_attention": "sliding",
     "sliding": "sliding", "local": "sliding", "chunked_attention": "chunked", "linear_attention": "state",
     "mamba": "state", "mamba2": "state", "recurrent": "state", "conv": "state", "short_conv": "state", "gdn": "state",
     "hybrid": "parallel", "mlp": "none", "moe": "none", "m": "state", "*": "full", "-": "none", "e": "none",
@@ -79,6 +80,10 @@ def _kinds_from_list(fields: ConfigFields, listed: tuple[str, ...], count: int, 
 
 def _kinds_from_rules(fields: ConfigFields, family: Family, count: int) -> list[str]:
     """Families that give a rule instead of a list; `index` counts layers from 0."""
+    marks = fields.integers("hybrid_layer_pattern", maximum=1)
+    if marks:
+        # MiMo: 1 for a sliding layer.
+        return ["sliding" if index < len(marks) and marks[index] else "full" for index in range(count)]
     full_only = _full_attention_layers(fields, family, count)
     if full_only is not None:
         return ["full" if index in full_only else "state" for index in range(count)]

@@ -17,7 +17,7 @@ CATALOGUE_FOLDER = Path(__file__).parent / "catalogue"
 # Model types whose layers are those of another family; their classes are not in transformers or are its copies.
 _ALIASES: Mapping[str, str] = MappingProxyType(
     {
-        "deepseek_v32": "deepseek_v3", "deepseek_vl_v2": "deepseek_v2", "glm_moe_dsa": "deepseek_v3",
+        "deepseek_vl_v2": "deepseek_v2",
         "kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "kimi_vl": "deepseek_v3", "deepseek": "deepseek_v2",
         "yi": "llama", "aquila": "llama", "solar": "llama", "smollm": "llama", "exaone": "llama", "cwm": "llama",
         "mistral3": "mistral", "pixtral": "mistral", "phi3_v": "phi3", "phi4mm": "phi3", "RefinedWeb": "falcon",

@@ -45,6 +45,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 32}, "nemotron": {"head_dim": 32},
     "zamba2": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba"] * 2, "n_mamba_heads": 8},
     "modernbert": {"num_key_value_heads": None, "cls_token_id": 1, "sep_token_id": 2},
+    "deepseek_v32": {"n_routed_experts": 16, "moe_intermediate_size": 96, "index_n_heads": 8},
+    "glm_moe_dsa": {"n_routed_experts": 16, "moe_intermediate_size": 96, "index_n_heads": 8},
     "qwen3_moe": {"num_experts": 16, "moe_intermediate_size": 96},
     "nemotron_h": {
         "layers_block_type": ["mamba", "moe", "attention", "mlp"] * 2, "mamba_num_heads": 8, "n_groups": 2,

@@ -205,6 +205,16 @@ def test_experts_in_some_layers():
     assert [layer.num_experts for layer in step.layers] == [0, 8, 0, 8]
 
 
+def test_sliding_layers_with_heads_of_their_own():
+    spec = make(
+        model_type="mimo_v2_flash", hybrid_layer_pattern=[0, 1, 1, 0], head_dim=48, v_head_dim=32, sliding_window=128,
+        swa_num_attention_heads=8, swa_num_key_value_heads=4, swa_head_dim=24, swa_v_head_dim=16,
+    )  # fmt: skip
+    assert kinds(spec) == ["full", "sliding", "sliding", "full"]
+    sizes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim, layer.window) for layer in spec.layers[:2]]
+    assert sizes == [(2, 48, 32, None), (4, 24, 16, 128)]
+
+
 def test_an_unknown_family_is_read_and_said():
     spec = make(model_type="brand_new")
     assert kinds(spec) == ["full"] * 4
