@@ -135,7 +135,7 @@ def _layer_bytes(model: ModelSpec, layer: LayerSpec, config: EngineConfig) -> in
     element, tokens = ELEMENT_BYTES[config.dtype], config.max_num_batched_tokens or 0
     hidden, query = model.hidden_size, layer.num_heads * layer.head_dim
     keys, values = layer.num_kv_heads * layer.head_dim, layer.num_kv_heads * _v_dim(layer)
-    results = (3 if model.attention_softcap is None else 1) * layer.num_heads * _v_dim(layer)
+    results = (2 if model.attention_softcap is None else 1) * layer.num_heads * _v_dim(layer)
     attention = (2 * hidden + (query + keys + values) + (query + keys) * 2 + results) * tokens * element
     if model.attention_softcap is not None:
         weights = 8 if element == 4 else 8 + element

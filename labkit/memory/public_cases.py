@@ -58,13 +58,15 @@ def check_case(case: dict[str, Any]) -> list[Check]:
     checks = [_budget_check(case)] if "budget" in case else []
     if "layers" not in case:
         return checks
-    low, high = (_planned(case, sign * PRINT_ROUNDING_GIB) for sign in (-1, 1))
+    spread = 0.0 if case.get("exact") else PRINT_ROUNDING_GIB
+    low, high = (_planned(case, sign * spread) for sign in (-1, 1))
     for quantity, observed in case["expect"].items():
         if quantity == "pool_of_tokens_gib":
             checks.append(_pool_check(case, low.block_bytes, *observed))
             continue
         ends = [_quantity(found, quantity) for found in (low, high)]
-        rounding = {"concurrency": 0.005, "needed_gib": 0.005}.get(quantity, 0)
+        digits = 0.00005 if case.get("exact") else 0.005
+        rounding = digits if quantity in ("concurrency", "needed_gib") else 0
         if isinstance(observed, str):
             checks.append(Check(case["id"], quantity, observed, ends[0], ends[1]))
         else:
@@ -75,6 +77,12 @@ def check_case(case: dict[str, Any]) -> list[Check]:
 def all_checks() -> list[Check]:
     """Every number of every report."""
     return [check for case in case_file()["cases"] for check in check_case(case)]
+
+
+def golden_checks() -> list[Check]:
+    """`runs/golden.json`: what vLLM's own planner says, to the byte."""
+    text = resources.files("labkit.memory").joinpath("runs").joinpath("golden.json").read_text(encoding="utf-8")
+    return [check for case in json.loads(text)["cases"] for check in check_case(case)]
 
 
 def _budget_check(case: dict[str, Any]) -> Check:
@@ -95,8 +103,11 @@ def _quantity(found: MemoryPlan, quantity: str) -> Any:
         return found.details["needed_bytes"] / GIB
     if quantity == "block_tokens":
         return found.details["ranks"][0]["groups"][0]["block_tokens"]
+    rank = found.details.get("ranks", [{}])[0]
+    if quantity in ("padding_layers", "groups"):
+        return rank["padding_layers"] if quantity == "padding_layers" else len(rank["groups"])
     names = {
-        "tokens": "kv_cache_tokens", "concurrency": "max_concurrency", "blocks": "num_gpu_blocks",
+        "block_bytes": "block_bytes", "tokens": "kv_cache_tokens", "concurrency": "max_concurrency", "blocks": "num_gpu_blocks",
         "largest_length": "max_model_len_that_fits", "swap_blocks": "num_swap_blocks", "verdict": "verdict",
     }  # fmt: skip
     return getattr(found, names[quantity])

@@ -167,12 +167,15 @@ def _value(name: str, text: str, unit: str) -> Any:
 
 
 def _over_ranks(ranks: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """One value for each field: the binding rank's."""
+    """One value for each field: the binding rank's where it says one, else the one that would bind."""
     facts: dict[str, Any] = {}
     for values in ranks.values():
         for name, value in values.items():
             pick = min if name in _SMALLEST else max
             facts[name] = pick(facts[name], value) if name in facts else value
+    pools = [values for rank, values in ranks.items() if rank and "available_kv_bytes" in values]
+    if len(pools) > 1:
+        facts |= min(pools, key=lambda values: values["available_kv_bytes"])
     if "pool_bytes" in facts:
         facts.setdefault("available_kv_bytes", facts["pool_bytes"])
     if "consumed_bytes" in facts and "weights_bytes" in facts and "non_torch_bytes" not in facts:
