@@ -88,7 +88,8 @@ class WorkloadRun:
         self._reported_at = 0.0
         self._tokens_reported = 0
         self._num_input_tokens = sum(request.input_tokens for request in workload.requests)
-        self._num_output_tokens = sum(request.output_tokens for request in workload.requests)
+        # A request's first output token comes out of its prompt's last step.
+        self._num_decode_tokens = sum(max(0, request.output_tokens - 1) for request in workload.requests)
         self._speed = Speed()
         self._recorder = RunRecorder(clock(), engine.block_map)
 
@@ -193,7 +194,7 @@ class WorkloadRun:
     def _progress(self, now: float) -> dict[str, Any]:
         requests = self._workload.requests
         last_arrival_s = self._arrival_s(requests[-1]) if requests else 0.0
-        compute_s = self._speed.remaining_s(self._num_input_tokens, self._num_output_tokens)
+        compute_s = self._speed.remaining_s(self._num_input_tokens, self._num_decode_tokens)
         return {
             "type": "progress",
             "phase": "run",
@@ -221,17 +222,17 @@ class Speed:
         self._num_computed["prefill"] += row.num_prefill_tokens
         self._num_computed["decode"] += row.num_decode_tokens
 
-    def remaining_s(self, num_input_tokens: int, num_output_tokens: int) -> float | None:
+    def remaining_s(self, num_input_tokens: int, num_decode_tokens: int) -> float | None:
         """Seconds for what is left of the totals after the steps so far; None before the first step."""
         return self.seconds_for(
-            num_input_tokens - self._num_computed["prefill"], num_output_tokens - self._num_computed["decode"]
+            num_input_tokens - self._num_computed["prefill"], num_decode_tokens - self._num_computed["decode"]
         )
 
-    def seconds_for(self, num_input_tokens: int, num_output_tokens: int) -> float | None:
+    def seconds_for(self, num_input_tokens: int, num_decode_tokens: int) -> float | None:
         """Seconds for so many tokens at the speed so far; None before the first step."""
         seconds = {kind: self._seconds[kind] / self._tokens[kind] for kind in self._tokens if self._tokens[kind]}
         if not seconds:
             return None
         slowest = max(seconds.values())
-        left = {"prefill": num_input_tokens, "decode": num_output_tokens}
+        left = {"prefill": num_input_tokens, "decode": num_decode_tokens}
         return sum(max(0, tokens) * seconds.get(kind, slowest) for kind, tokens in left.items())
