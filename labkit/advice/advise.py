@@ -14,6 +14,9 @@ from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
 from labkit.specs.engine_config import EngineConfig
 
+# A change that gives less room than this is not worth its risk.
+WORTH_SHARE = 0.005
+
 WhatIf = Callable[[EngineConfig], MemoryPlan]
 
 
@@ -61,9 +64,14 @@ def advise(plan: MemoryPlan, what_if: WhatIf | None = None, *, record: RunRecord
     for rule in RULES:
         for proposal in rule(plan, record, limit):
             advice = _estimate(plan, proposal, what_if, tokens, limit)
-            if advice is not None and (advice.cures or advice.gain_share > 0 or advice.gain_tokens > 0):
+            if advice is not None and _is_worth_it(plan, advice):
                 found.append(advice)
     return tuple(sorted(found, key=lambda item: (not item.cures, -item.gain_share, -item.gain_tokens, item.rule)))
+
+
+def _is_worth_it(plan: MemoryPlan, advice: Advice) -> bool:
+    tokens_share = advice.gain_tokens / plan.kv_cache_tokens if plan.kv_cache_tokens > 0 else float(advice.gain_tokens)
+    return advice.cures or max(advice.gain_share, tokens_share) >= WORTH_SHARE
 
 
 def headline(plan: MemoryPlan, limit: BindingLimit, best: Advice | None) -> str:

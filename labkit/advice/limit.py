@@ -136,8 +136,8 @@ def _predicted(plan: MemoryPlan) -> BindingLimit:
         text = f"KV would hold {number(plan.max_concurrency)} requests of {count(length)} tokens, {count(seqs)} may run"
         return _limit("max_num_seqs", text, evidence, "predicted")
     text = (
-        f"{memory(plan.breakdown.kv_cache_bytes)} of KV hold {number(plan.max_concurrency)} requests of "
-        f"{count(length)} tokens; max_num_seqs would allow {count(seqs)}"
+        f"the cache holds {number(plan.max_concurrency)} requests of {count(length)} tokens; "
+        f"max_num_seqs would allow {count(seqs)}"
     )
     return _limit("kv_blocks", text, evidence, "predicted")
 

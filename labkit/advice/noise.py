@@ -7,11 +7,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Without repeats, differences under this share are not called: run-to-run spread of serving benchmarks on one machine
-# is a few percent (measured on shared machines: more, so repeat).
-ASSUMED_SPREAD = 0.05
+# Without repeats, differences under this share are not called: serving benchmarks spread by a few percent from run to
+# run on one quiet machine, more on a shared one.
+ASSUMED_SHARE = 0.05
 # A virtual clock repeats exactly; what is left is the choice of the seed.
-SIMULATED_SPREAD = 0.01
+SIMULATED_SHARE = 0.01
+# Few repeats say little about the spread: the assumed one counts as much as this many degrees of freedom.
+ASSUMED_FREEDOM = 2
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,19 @@ class Noise:
 def noise_of(groups: Mapping[str, Sequence[float]], simulated: bool = False) -> Noise:
     """The noise of `groups`: configuration → the same metric of each of its runs.
 
-    With repeats: twice the standard error of a difference of two means, `2 s sqrt(2 / n)`, where s is the pooled
-    relative standard deviation of all groups with two or more runs and n the smallest group's size.
+    Twice the standard error of a difference of two means, `2 s sqrt(2 / n)`, n being the smallest group's size and s
+    the relative standard deviation pooled from all repeats and the assumed one: `s² = (2 s₀² + Σ (x/x̄ - 1)²) / (2 +
+    degrees of freedom)`. Without repeats this is the assumed share itself.
     """
+    assumed = SIMULATED_SHARE if simulated else ASSUMED_SHARE
     repeated = [values for values in groups.values() if len(values) > 1 and statistics.fmean(values) > 0]
     if not repeated:
-        assumed = SIMULATED_SPREAD if simulated else ASSUMED_SPREAD
         kind = "simulated runs repeat exactly" if simulated else "each configuration ran once"
         return Noise(assumed, 1, f"{kind}: differences under {100 * assumed:.0f} % are not called")
     squares = sum((value / statistics.fmean(group) - 1) ** 2 for group in repeated for value in group)
     freedom = sum(len(group) - 1 for group in repeated)
-    spread = math.sqrt(squares / freedom)
+    variance = (ASSUMED_FREEDOM * (assumed / (2 * math.sqrt(2))) ** 2 + squares) / (ASSUMED_FREEDOM + freedom)
     smallest = min(len(group) for group in groups.values())
-    found = 2 * spread * math.sqrt(2 / max(smallest, 1))
-    text = f"±{100 * found:.1f} % from {sum(map(len, repeated))} repeated runs (at least {smallest} per configuration)"
-    return Noise(found, smallest, text)
+    found = 2 * math.sqrt(variance * 2 / smallest)
+    num_repeats = sum(map(len, repeated))
+    return Noise(found, smallest, f"noise ±{100 * found:.1f} %, from {num_repeats} runs of equal settings")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 
 import pytest
 from samples import sample_plan, sample_record
@@ -61,11 +60,22 @@ def test_repeats_measure_the_noise_and_raise_the_confidence():
 
 def test_noise_is_twice_the_standard_error_of_a_difference():
     groups = {"a": [90.0, 110.0], "b": [210.0, 190.0]}
-    spread = statistics.fmean([0.1**2, 0.1**2, 0.05**2, 0.05**2]) * 4 / 2
-    assert noise_of(groups).share == pytest.approx(2 * spread**0.5)
+    assumed = 0.05 / 8**0.5
+    variance = (2 * assumed**2 + 2 * 0.1**2 + 2 * 0.05**2) / (2 + 2)
+    assert noise_of(groups).share == pytest.approx(2 * variance**0.5)
+    many = {"a": [100.0 + (-1) ** index for index in range(400)]}
+    assert noise_of(many).share == pytest.approx(2 * 0.01 * (2 / 400) ** 0.5, rel=0.02)
+
+
+def test_two_equal_runs_do_not_prove_that_there_is_no_noise():
+    assert 0.03 < noise_of({"a": [100.0, 100.0], "b": [101.0]}).share < 0.05
+
+
+def test_without_repeats_the_noise_is_assumed_and_said():
     assert noise_of({"a": [1.0]}).share == 0.05
     assert noise_of({"a": [1.0]}, simulated=True).share == 0.01
     assert noise_of({}).repeats == 1
+    assert "differences under 5 % are not called" in noise_of({}).sentence
 
 
 def test_among_equals_the_shorter_first_token_wins():
