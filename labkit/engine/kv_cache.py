@@ -78,6 +78,12 @@ class KVCache:
         self._pool = {i: self._allocate(shape, num_blocks) for i, shape in shapes.items()}
         self._host = {i: self._allocate(shape, num_swap_blocks) for i, shape in shapes.items()}
         self._scratch = self._allocate_scratch(shapes, max_blocks_per_seq)
+        # One view of each whole pool, from which a run is cut in a single call; only where no cast is needed.
+        self._heads = (
+            {i: tuple(_heads_first(tensors[name].flatten(0, 1)) for name in "kv") for i, tensors in self._pool.items()}
+            if self._storage == dtype
+            else {}
+        )
         self._table = _float8_table(kv_cache_dtype, dtype) if kv_cache_dtype in _FLOAT8 else None
 
     @property
@@ -114,13 +120,19 @@ class KVCache:
                 new = _to_float8(new, _FLOAT8[self._kind])
             rows.index_copy_(0, slots, new.to(rows.dtype))
 
-    def read(self, layer_index: int, run: BlockRun) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one sequence, [num_tokens, num_kv_heads, head_dim] in the compute type.
+    def read(self, layer_index: int, run: BlockRun, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one sequence from position `first` on, [1, num_kv_heads, tokens, head_dim].
 
-        A view of the pool or of the scratch: valid until the next `read`.
+        In the compute type; a view of the pool or of the scratch, valid until the next `read`.
         """
-        tensors = self._pool[self._owner[layer_index]]
-        return self._read_one(tensors, "k", run), self._read_one(tensors, "v", run)
+        owner = self._owner[layer_index]
+        if run.block_ids is None and self._heads:
+            keys, values = self._heads[owner]
+            start, length = run.first * self.block_size + first, run.num_tokens - first
+            return keys.narrow(2, start, length), values.narrow(2, start, length)
+        tensors = self._pool[owner]
+        rows = self._read_one(tensors, "k", run)[first:], self._read_one(tensors, "v", run)[first:]
+        return _heads_first(rows[0]), _heads_first(rows[1])
 
     def swap(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> None:
         """Copy blocks to the host pool, then host blocks back; pairs are (block, host block)."""
@@ -216,6 +228,11 @@ def _owner(spec: ModelSpec, index: int) -> int:
 
 def _shape(layer: LayerSpec) -> CacheShape:
     return CacheShape(layer.num_kv_heads, layer.head_dim, layer.v_head_dim or layer.head_dim)
+
+
+def _heads_first(rows: torch.Tensor) -> torch.Tensor:
+    """[S, H, D] → [1, H, S, D] without a copy."""
+    return rows.transpose(0, 1).unsqueeze(0)
 
 
 def _num_bytes(pool: dict[int, dict[str, torch.Tensor]]) -> int:

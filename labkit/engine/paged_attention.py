@@ -48,41 +48,25 @@ class PagedAttention:
         """See `AttentionBackend.attend`."""
         self._cache.write(layer_index, self._slots, k, v)
         layer = self._spec.layers[layer_index]
-        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-        for start, stop, run in self._spans:
-            keys, values = self._cache.read(layer_index, run)
-            self._attend_one(layer_index, layer, q[start:stop], keys, values, out[start:stop])
-        return out
+        packed = q.view(q.shape[0], k.shape[1], -1, q.shape[2])
+        parts = [self._attend_one(layer_index, layer, packed, span) for span in self._spans]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.view(q.shape[0], q.shape[1], v.shape[2])
 
-    def _attend_one(
-        self,
-        layer_index: int,
-        layer: LayerSpec,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """q [L, Hq, D] are the last L of the S tokens in keys and values [S, Hkv, D]; out [L, Hq, Dv]."""
-        scale = self._scales[layer_index]
-        length, context = q.shape[0], keys.shape[0] - q.shape[0]
+    def _attend_one(self, layer_index: int, layer: LayerSpec, packed: torch.Tensor, span: Span) -> torch.Tensor:
+        """One sequence: [L, Hkv, group, Dv] from its rows of `packed` [T, Hkv, group, D]."""
+        start, stop, run = span
+        length, context = stop - start, run.num_tokens - (stop - start)
         first = _first_visible(layer, context)
-        keys, values = keys[first:], values[first:]
+        keys, values = self._cache.read(layer_index, run, first)
+        q, scale = packed.narrow(0, start, length), self._scales[layer_index]
+        softcap = self._spec.attention_softcap
         masked = length > 1 and layer.kind != "full" and _window_cuts(layer, context, length)
-        if self._spec.attention_softcap is not None or masked or layer.head_dim != values.shape[2]:
-            _tiled(layer, q, keys, values, context, first, scale, self._spec.attention_softcap, out)
-        elif length == 1:
-            num_kv_heads = keys.shape[1]
-            packed = q.view(1, num_kv_heads, -1, q.shape[2])
-            result = _flash(packed, _heads(keys), _heads(values), 0.0, False, scale=scale)[0]
-            out.view(packed.shape).copy_(result)
-        else:
-            out.copy_(_chunk(q, keys, values, context - first, scale))
-
-
-def _heads(rows: torch.Tensor) -> torch.Tensor:
-    """[S, H, D] → [1, H, S, D] without a copy."""
-    return rows.transpose(0, 1).unsqueeze(0)
+        if softcap is not None or masked or keys.shape[3] != values.shape[3]:
+            return _tiled(layer, q, keys, values, context, first, scale, softcap)
+        if length == 1:
+            return _flash(q, keys, values, 0.0, False, scale=scale)[0].contiguous()
+        return _chunk(q, keys, values, context - first, scale)
 
 
 def _first_visible(layer: LayerSpec, context: int) -> int:
@@ -120,42 +104,20 @@ def _tiled(
     first: int,
     scale: float,
     softcap: float | None,
-    out: torch.Tensor,
-) -> None:
+) -> torch.Tensor:
     """Attention under a mask, `TILE_ROWS` queries at a time, so that its memory does not grow with the chunk.
 
     `keys` and `values` begin at position `first`; q begins at position `context`.
     """
+    out = q.new_empty(*q.shape[:3], values.shape[3])
     for start in range(0, q.shape[0], TILE_ROWS):
         rows = range(context + start, context + min(start + TILE_ROWS, q.shape[0]))
         columns = range(max(first, _first_visible(layer, rows.start)), rows.stop)
         seen = slice(columns.start - first, columns.stop - first)
         tile = slice(start, start + len(rows))
         mask = _mask(layer, rows, columns)
-        out[tile] = _explicit(q[tile], keys[seen], values[seen], mask, scale, softcap)
-
-
-def _grouped(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """[L, Hq, D] → [group, Hkv, L, D]: query heads of one KV head lie in different batches, keys are expanded."""
-    return q.view(q.shape[0], num_kv_heads, -1, q.shape[2]).permute(2, 1, 0, 3)
-
-
-def _ungrouped(result: torch.Tensor) -> torch.Tensor:
-    """[group, Hkv, L, D] → [L, Hq, D]."""
-    return result.permute(2, 1, 0, 3).reshape(result.shape[2], -1, result.shape[3])
-
-
-def _chunk(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: int, scale: float) -> torch.Tensor:
-    """Causal attention of the last L of S tokens, where every query sees the whole context."""
-    grouped = _grouped(q, keys.shape[1])
-    group = grouped.shape[0]
-    k, v = (_heads(rows).expand(group, -1, -1, -1) for rows in (keys, values))
-    out, lse = _flash(grouped, k[:, :, context:], v[:, :, context:], 0.0, True, scale=scale)
-    if context:
-        earlier, earlier_lse = _flash(grouped, k[:, :, :context], v[:, :, :context], 0.0, False, scale=scale)
-        share = torch.sigmoid(earlier_lse - lse).unsqueeze(-1).to(out.dtype)
-        out = torch.lerp(out, earlier, share)
-    return _ungrouped(out)
+        out[tile] = _explicit(q[tile], keys[:, :, seen], values[:, :, seen], mask, scale, softcap)
+    return out
 
 
 def _explicit(
@@ -166,17 +128,30 @@ def _explicit(
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention under a mask [L, S], with tanh-capped scores where the model has them."""
+    """[L, Hkv, group, Dv] under a mask [L, S], with tanh-capped scores where the model has them."""
+    length, num_kv_heads, group, head_dim = q.shape
     if softcap is None:
-        grouped = _grouped(q, keys.shape[1])
-        k, v = (_heads(rows).expand(grouped.shape[0], -1, -1, -1) for rows in (keys, values))
-        return _ungrouped(F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale))
-    length, num_kv_heads = q.shape[0], keys.shape[1]
+        k, v = (heads.expand(group, -1, -1, -1) for heads in (keys, values))
+        result = F.scaled_dot_product_attention(q.permute(2, 1, 0, 3), k, v, attn_mask=mask, scale=scale)
+        return result.permute(2, 1, 0, 3)
     # Rows of one KV head's queries together: keys stay as they are, where expanded ones would be copied.
-    packed = q.view(length, num_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, q.shape[2])
-    scores = torch.bmm(packed, keys.permute(1, 2, 0)).float().mul_(scale / softcap).tanh_().mul_(softcap)
-    scores.view(num_kv_heads, -1, length, keys.shape[0]).masked_fill_(~mask, float("-inf"))
-    result = torch.bmm(scores.softmax(dim=-1).to(values.dtype), values.transpose(0, 1))
-    return (
-        result.view(num_kv_heads, -1, length, values.shape[2]).permute(2, 0, 1, 3).reshape(length, -1, values.shape[2])
-    )
+    rows = q.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+    scores = torch.bmm(rows, keys[0].transpose(1, 2)).float().mul_(scale / softcap).tanh_().mul_(softcap)
+    scores.view(num_kv_heads, group, length, -1).masked_fill_(~mask, float("-inf"))
+    result = torch.bmm(scores.softmax(dim=-1).to(values.dtype), values[0])
+    return result.view(num_kv_heads, group, length, -1).permute(2, 0, 1, 3)
+
+
+def _chunk(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: int, scale: float) -> torch.Tensor:
+    """Causal attention of the last L of S tokens, where every query sees the whole context.
+
+    Query heads of one KV head lie in different batches, over which the keys are expanded without a copy.
+    """
+    grouped = q.permute(2, 1, 0, 3)
+    k, v = (heads.expand(q.shape[2], -1, -1, -1) for heads in (keys, values))
+    out, lse = _flash(grouped, k[:, :, context:], v[:, :, context:], 0.0, True, scale=scale)
+    if context:
+        earlier, earlier_lse = _flash(grouped, k[:, :, :context], v[:, :, :context], 0.0, False, scale=scale)
+        out.lerp_(earlier, torch.sigmoid(earlier_lse - lse).unsqueeze(-1).to(out.dtype))
+        del earlier
+    return out.permute(2, 1, 0, 3).contiguous()

@@ -16,6 +16,8 @@ TABLE_ENTRY_BYTES = 4
 FIRST_POSITIONS = 8192
 # As `labkit.engine.paged_attention` tiles attention with capped scores.
 TILE_ROWS = 128
+# As `labkit.models.linear.project_few` knows few.
+FEW_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,9 @@ def _activation_bytes(model: ModelSpec, config: EngineConfig) -> int:
     element, tokens = ELEMENT_BYTES[config.dtype], config.max_num_batched_tokens or 0
     rows = min(config.max_num_seqs or 0, tokens)
     layer_peak = max((_layer_bytes(model, layer, config) for layer in model.layers), default=0)
-    logits = rows * model.vocab_size * (4 if element == 4 else 4 + element)
+    # Few rows are computed the other way round and turned (labkit.models.linear); 16-bit ones are cast.
+    turned = 4 if element == 4 and rows <= FEW_ROWS else 0
+    logits = rows * model.vocab_size * (4 + turned if element == 4 else 4 + element)
     sampling = 0 if model.is_embedding else logits + (tokens + rows) * model.hidden_size * element
     return max(layer_peak, sampling)
 
@@ -136,7 +140,8 @@ def _layer_bytes(model: ModelSpec, layer: LayerSpec, config: EngineConfig) -> in
     hidden, query = model.hidden_size, layer.num_heads * layer.head_dim
     keys, values = layer.num_kv_heads * layer.head_dim, layer.num_kv_heads * _v_dim(layer)
     results = (2 if model.attention_softcap is None else 1) * layer.num_heads * _v_dim(layer)
-    attention = (2 * hidden + (query + keys + values) + (query + keys) * 2 + results) * tokens * element
+    copies = 3 if model.qk_norm else 2
+    attention = (2 * hidden + (query + keys + values) + (query + keys) * copies + results) * tokens * element
     if model.attention_softcap is not None:
         weights = 8 if element == 4 else 8 + element
         attention += layer.num_heads * min(TILE_ROWS, tokens) * (config.max_model_len or 0) * weights

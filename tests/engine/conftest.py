@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,8 @@ from labkit.engine import Engine, EngineRequest, RequestOutput, SamplingParams
 from labkit.engine.simulation import bare_plan
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.model_spec import LayerSpec, ModelSpec
+
+_MATRICES = ("qkv", "output", "gate_up", "down")
 
 
 def _tiny_spec(**changes) -> ModelSpec:
@@ -37,16 +40,27 @@ def tiny_spec() -> Callable[..., ModelSpec]:
 @pytest.fixture(scope="session")
 def tiny_decoder(one_thread):
     """A decoder with random weights that are large enough to make greedy choices clear."""
+    from labkit.models.decoder import Decoder
     from labkit.models.loading import load_model_weights
 
-    def make(spec: ModelSpec | None = None, dtype: str = "float32"):
+    def make(spec: ModelSpec | None = None, dtype: str = "float32") -> Decoder:
         decoder = load_model_weights(spec or _tiny_spec(), dtype=dtype, load_format="dummy")
         generator = one_thread.Generator().manual_seed(5)
-        for tensor in decoder.weights.tensors():
-            if tensor.dim() == 2:
-                noise = one_thread.randn(tensor.shape, generator=generator) * tensor.shape[1] ** -0.5
-                tensor.copy_(noise.to(tensor.dtype))
-        return decoder
+
+        def matrix(shape: tuple[int, ...]):
+            return (one_thread.randn(shape, generator=generator) * shape[-1] ** -0.5).to(decoder.dtype)
+
+        layers = tuple(
+            dataclasses.replace(layer, **{name: matrix(getattr(layer, name).shape) for name in _MATRICES})
+            for layer in decoder.weights.layers
+        )
+        weights = dataclasses.replace(
+            decoder.weights,
+            layers=layers,
+            embedding=matrix(decoder.weights.embedding.shape),
+            head=matrix(decoder.weights.head.shape),
+        )
+        return Decoder(decoder.spec, weights)
 
     return make
 
