@@ -32,27 +32,29 @@ POOL_ELEMENTS = 2**30 + 2**27
 
 def decode_variants(kv: str) -> list[DecodeConfig]:
     """Variants to time: operands swapped or not, tile, warps, stages, prefetch, programs on a multiprocessor."""
-    found = [
-        DecodeConfig(tile, warps, stages, swap, prefetch, ctas)
-        for (tile, warps), stages, swap, prefetch, ctas in product(
-            ((64, 4), (128, 4), (128, 8)), (2, 3, 4, 5), (True, False), (True, False), (1, 2, 3, 4)
-        )
-        if _sensible(kv, tile, warps, stages, swap, prefetch, ctas)
+    shapes = product(((32, 4), (64, 4), (128, 4), (128, 8)), (2, 3, 4, 5), (True, False), (True, False))
+    return [
+        DecodeConfig(tile, warps, stages, swap, prefetch, ctas, evict=evict)
+        for (tile, warps), stages, swap, prefetch in shapes
+        if _sensible(kv, tile, warps, stages, swap, prefetch)
+        for ctas in (1, 2, 3, 4)
+        for evict in ("", "evict_first")
+        if not evict or (tile == 64 and stages == 3)
     ]
-    return [*found, DecodeConfig(64, 4, 3, True, True, 2, evict="evict_first")]
 
 
-def _sensible(kv: str, tile: int, warps: int, stages: int, swap: bool, prefetch: bool, ctas: int) -> bool:
-    buffers = stages if prefetch else stages - 1
+def _sensible(kv: str, tile: int, warps: int, stages: int, swap: bool, prefetch: bool) -> bool:
     width = 2 if kv == "bf16" else 1
-    shared = 2 * tile * 128 * (buffers * width + (2 - width))
-    if tile == 128 and warps == 4 and (swap or kv == "bf16"):
+    shared = 2 * tile * 128 * ((stages if prefetch else stages - 1) * width + (2 - width))
+    if (tile, warps) == (128, 4):
+        return kv != "bf16" and not swap and prefetch and stages <= 3
+    if not prefetch:
+        return swap and tile == 64 and stages in (4, 5)
+    if tile == 32:
+        return not swap and stages >= 4
+    if not swap and tile == 128:
         return False
-    if not prefetch and not (swap and tile == 64 and stages >= 3):
-        return False
-    if not swap and (stages > 3 or (tile == 128 and warps == 8)):
-        return False
-    return 48_000 <= shared * ctas * 1.06 <= 225_000 and stages * width <= 8
+    return shared < 210_000
 
 
 def prefill_variants() -> list[PrefillConfig]:

@@ -24,7 +24,8 @@ class DecodeConfig:
 
     tile: KV tokens of one step. swap: KV tokens are the rows of the matrix instruction and queries its columns
     (Hopper's WGMMA, at most 32 columns); otherwise queries are the rows. prefetch: block ids are read one tile ahead.
-    ctas_per_sm: programs of one multiprocessor at the same time, which the split aims at. merge: partial values read at once when splits are merged.
+    ctas_per_sm: programs of one multiprocessor at the same time, which the split aims at.
+    merge: partial values read at once when splits are merged.
     """
 
     tile: int = 64

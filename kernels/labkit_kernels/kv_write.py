@@ -135,16 +135,16 @@ def _round_half_even(x):
 @triton.jit
 def _encode(x, scale, KIND: tl.constexpr, LARGEST: tl.constexpr):
     """Float32 values over their scale in the cache's numbers, clamped to its largest finite one."""
-    if KIND == "native":
-        return x
     x = tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST)
     if KIND == "int8":
-        return _round_half_even(x).to(tl.int8)
-    if KIND == "e4m3_bits":
-        return _e4m3_bits(x)
-    if KIND == "e4m3":
-        return x.to(tl.float8e4nv)
-    return x.to(tl.float8e5)
+        y = _round_half_even(x).to(tl.int8)
+    elif KIND == "e4m3_bits":
+        y = _e4m3_bits(x)
+    elif KIND == "e4m3":
+        y = x.to(tl.float8e4nv)
+    else:
+        y = x.to(tl.float8e5)
+    return y
 
 
 @triton.jit
@@ -209,9 +209,9 @@ def _write_kernel(
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, target: KVTarget) -> None:
-    """Writes key, value `[tokens, KV heads, D]` to `target`; slot_mapping int64 `[tokens]` = block · block size + offset.
+    """Writes key, value `[tokens, KV heads, D]` to `target`; slot_mapping int64 `[tokens]` = block · size + offset.
 
-    A negative slot is skipped (padding of a CUDA graph). Raises KernelValueError or KernelTypeError naming the argument.
+    A negative slot is skipped (padding of a CUDA graph). Raises KernelValueError or KernelTypeError naming it.
     """
     target.check(key, value, slot_mapping)
     num_tokens, heads, head_dim = key.shape

@@ -110,17 +110,16 @@ def to_compute(x, fence, KIND: tl.constexpr, ASM: tl.constexpr):
     `fence` is a run-time fp16 factor. Without an operation between cast and dot, Triton carries the operand layout of
     the dot back to the load: 8-byte copies and byte-wide shared loads. It is 1, and for e4m3 kept as bits 2⁸.
     """
-    if KIND == "fp8":
-        return x.to(tl.float16) * fence
-    if KIND == "int8":
-        if ASM:
-            return int8_to_fp16_asm(x) * fence
-        return x.to(tl.float16) * fence
-    if KIND == "e4m3_bits":
-        if ASM:
-            return e4m3_to_fp16_asm(x) * fence
-        return e4m3_to_fp16_plain(x) * fence
-    return x
+    y = x
+    if KIND == "fp8" or (KIND == "int8" and not ASM):
+        y = x.to(tl.float16) * fence
+    elif KIND == "int8":
+        y = int8_to_fp16_asm(x) * fence
+    elif KIND == "e4m3_bits" and ASM:
+        y = e4m3_to_fp16_asm(x) * fence
+    elif KIND == "e4m3_bits":
+        y = e4m3_to_fp16_plain(x) * fence
+    return y
 
 
 @triton.jit
@@ -132,9 +131,9 @@ def soft_cap(scores, softcap):
 @triton.jit
 def block_ids(table, start, offsets, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
     """Block id of each token of a tile (one id for the tile where a block holds it whole); 0 past the end."""
-    if BLOCK_SIZE % TILE == 0:
-        return tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
-    tokens = start + offsets
+    tokens = start
+    if BLOCK_SIZE % TILE != 0:
+        tokens = start + offsets
     return tl.load(table + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
 
 

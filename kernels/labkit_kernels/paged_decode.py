@@ -1,7 +1,7 @@
 """Paged decode attention: 1 to 8 query tokens a sequence, the query heads of a KV head in one program, split over KV.
 
-Reference: `labkit_kernels.reference.paged_attention`. The softmax is the online one of FlashAttention (arXiv 2205.14135)
-in base 2; partial results are merged by their log-sum-exp (arXiv 2402.05099) by the program that finishes last, in a
+Reference: `labkit_kernels.reference.paged_attention`. The softmax is the online one of FlashAttention (arXiv
+2205.14135) in base 2; partial results are merged by their log-sum-exp (arXiv 2402.05099) by the program that finishes last, in a
 fixed order, so repeated runs give the same bits.
 """
 
@@ -26,7 +26,7 @@ def _scores(
     """Base-2 scores of a tile, -inf where a row may not look: `[tokens, rows]` swapped, else `[rows, tokens]`."""
     if SWAP:
         s = tl.dot(k, q, input_precision=PRECISION)
-    else:
+    if not SWAP:
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP:
         s = s * (qk_scale * 0.6931471805599453)
@@ -103,7 +103,7 @@ def merge_partials(
     partial_out, partial_stats, scratch, first, full, last, count, head, PROGRAMS, rows,
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Merges the partial results of one sequence and KV head, in the order of its chunks: `[ROWS, DP]`, maxima, sums."""
+    """Merges the partial results of one sequence and KV head, in chunk order: `[ROWS, DP]`, maxima, sums."""
     r = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     m = tl.full([ROWS], float("-inf"), tl.float32)

@@ -113,17 +113,19 @@ def score_arguments(scores: Scores, q: torch.Tensor, kind: str) -> ScoreArgument
 @triton.jit
 def by_row(x, SWAP: tl.constexpr):
     """A value of each query row, broadcast over tokens."""
+    y = x[:, None]
     if SWAP:
-        return x[None, :]
-    return x[:, None]
+        y = x[None, :]
+    return y
 
 
 @triton.jit
 def by_token(x, SWAP: tl.constexpr):
     """A value of each KV token, broadcast over query rows."""
+    y = x[None, :]
     if SWAP:
-        return x[:, None]
-    return x[None, :]
+        y = x[:, None]
+    return y
 
 
 @triton.jit
@@ -149,7 +151,9 @@ def finish_rows(
 @triton.jit
 def sequence_rows(query_start_loc, seq, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr):
     """First query token of a sequence and how many it has."""
+    q_start = seq * QUERY_LEN
+    query_len = QUERY_LEN
     if RAGGED:
         q_start = tl.load(query_start_loc + seq)
-        return q_start, tl.load(query_start_loc + seq + 1) - q_start
-    return seq * QUERY_LEN, QUERY_LEN
+        query_len = tl.load(query_start_loc + seq + 1) - q_start
+    return q_start, query_len

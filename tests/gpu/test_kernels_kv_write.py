@@ -42,7 +42,7 @@ def test_write_equals_reference(dtype, token_scales, num_tokens):
             torch.testing.assert_close(own[where], factor[..., 0], rtol=1e-6, atol=0)
             factor = own[where][..., None]
         want, have = quantise(rows[keep], dtype, factor), cache[where]
-        # A value on the edge between two codes may fall either way: x / scale and the card's division differ in the last bit.
+        # A value on the edge between two codes may fall either way: the card divides with another last bit.
         differ = (want.view(torch.uint8) != have.view(torch.uint8)).float().mean()
         assert differ < 2e-3
         assert not torch.isnan(have.float()).any()
