@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -38,7 +40,8 @@ def empty(theme: str, sentence: str, height: int = 160) -> go.Figure:
     """A figure that says in words why there is nothing to draw; never a blank."""
     figure = frame(theme, height)
     figure.update_layout(
-        annotations=[{"text": sentence, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5,
+        annotations=[{"text": "<br>".join(textwrap.wrap(sentence, 44)), "showarrow": False, "xref": "paper",
+                      "yref": "paper", "x": 0.5, "y": 0.5,
                       "font": {"size": 13}}],
         xaxis={"visible": False},
         yaxis={"visible": False},

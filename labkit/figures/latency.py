@@ -103,17 +103,16 @@ def plot_latency(records: Sequence[RunRecord], knob: str | None = None, theme: s
 
 def caption(info: LatencyInfo) -> str:
     """The spread over the runs, with the best run by p95 between tokens."""
-    timed = [point for point in info.points if point.inter_token_s is not None]
+    timed = [(point.inter_token_s.p95, point) for point in info.points if point.inter_token_s is not None]
     if not timed:
         return "No run has given two tokens of one request yet, so there is no latency to show."
-    best = min(timed, key=lambda point: point.inter_token_s.p95)
-    text = (
-        f"Lowest p95 between tokens: {fmt.duration(best.inter_token_s.p95)} with {plain(best.name, 40)}, where the "
-        f"first token takes {fmt.duration(best.ttft_s.p50)} at p50 and {fmt.duration(best.ttft_s.p95)} at p95."
-    )
-    worst = max(timed, key=lambda point: point.inter_token_s.p95)
-    if worst is not best:
-        text += f" Highest: {fmt.duration(worst.inter_token_s.p95)} with {plain(worst.name, 40)}."
+    lowest_s, best = min(timed, key=lambda entry: entry[0])
+    text = f"Lowest p95 between tokens: {fmt.duration(lowest_s)} with {plain(best.name, 40)}"
+    if best.ttft_s is not None:
+        first = f"{fmt.duration(best.ttft_s.p50)} at p50 and {fmt.duration(best.ttft_s.p95)} at p95"
+        text += f", where the first token takes {first}"
+    highest_s, worst = max(timed, key=lambda entry: entry[0])
+    text += "." if worst is best else f". Highest: {fmt.duration(highest_s)} with {plain(worst.name, 40)}."
     return text + _without(info.num_without)
 
 

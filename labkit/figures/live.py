@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
@@ -12,8 +12,6 @@ from labkit import format as fmt
 from labkit.figures.frame import empty, panels
 from labkit.figures.palette import get_theme
 from labkit.figures.thinning import MAX_POINTS, Thinned, thin
-
-WINDOW_S = 1.0
 
 
 class LiveSeries:
@@ -51,31 +49,19 @@ class LiveInfo:
         return series.y[-1] if series.y else None
 
 
-@dataclass
 class LiveRun:
     """Collects step events; `info()` is what to draw. Cost and size do not grow with the length of the run."""
 
-    num_blocks: int
-    limit: int = MAX_POINTS
-    _series: dict[str, LiveSeries] = field(default_factory=dict)
-    _window: list[tuple[float, float]] = field(default_factory=list)
+    def __init__(self, limit: int = MAX_POINTS) -> None:
+        self._series = {name: LiveSeries(limit) for name in ("tokens_per_s", "running", "waiting", "kv_share")}
 
-    def __post_init__(self) -> None:
-        self._series = {name: LiveSeries(self.limit) for name in ("tokens_per_s", "running", "waiting", "kv_share")}
-
-    def add(self, step: Mapping[str, Any]) -> None:
-        """One step event with the fields of `StepRow`; the rate is over the last second of steps."""
-        start, duration = float(step["start_s"]), float(step["duration_s"])
-        end = start + duration
-        self._window.append((end, float(step["num_decode_tokens"])))
-        while len(self._window) > 1 and self._window[0][0] < end - WINDOW_S:
-            self._window.pop(0)
-        span = end - self._window[0][0] if len(self._window) > 1 else duration
-        tokens = sum(entry[1] for entry in self._window[1:] or self._window)
-        self._series["tokens_per_s"].add(end, tokens / span if span > 0 else 0.0)
-        self._series["running"].add(end, step["num_running"])
-        self._series["waiting"].add(end, step["num_waiting"])
-        self._series["kv_share"].add(end, step["num_blocks_used"] / self.num_blocks if self.num_blocks else 0.0)
+    def add(self, event: Mapping[str, Any]) -> None:
+        """One "step" event of a run: time, output rate since the last one, requests and blocks at that moment."""
+        time_s, num_blocks = float(event["time_s"]), event["num_gpu_blocks"]
+        self._series["tokens_per_s"].add(time_s, float(event["output_tokens_per_s"]))
+        self._series["running"].add(time_s, event["num_running"])
+        self._series["waiting"].add(time_s, event["num_waiting"])
+        self._series["kv_share"].add(time_s, event["num_blocks_used"] / num_blocks if num_blocks else 0.0)
 
     def info(self) -> LiveInfo:
         """The picture so far."""

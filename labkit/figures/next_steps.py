@@ -147,7 +147,7 @@ def help_lines(knob: Knob, plan: MemoryPlan | None) -> tuple[str, ...]:
     elif knob.minimum is not None:
         most = f" to {shown(knob.maximum)}" if knob.maximum is not None else " or more"
         lines.append(f"Allowed: {shown(knob.minimum)}{most} {knob.unit}.".replace(" .", "."))
-    part = _FORMULA_OF_KNOB.get(knob.name)
+    part = _FORMULA_OF_KNOB.get(knob.name, "")
     if plan is not None and part in plan.formulas:
         lines.append(f"Now: {plan.formulas[part]}.")
     return tuple(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ipywidgets as ipw
@@ -35,7 +36,7 @@ class Panel(ipw.VBox):
 
     Args:
         session: a `labkit.Session`, or anything that is a `SessionLike`.
-        config: settings to begin with; vLLM's defaults where None.
+        config: settings to begin with; the session's, else vLLM's defaults, where None.
 
     Attributes:
         knobs: `panel.knobs["block_size"].value = 32` is the same as turning the knob.
@@ -43,11 +44,12 @@ class Panel(ipw.VBox):
     """
 
     def __init__(self, session: SessionLike, config: EngineConfig | None = None) -> None:
-        self.session, self.plan = session, None
+        self.session = session
+        self.plan: MemoryPlan | None = None
         self._lock = threading.RLock()
         self._generation = 0
         self._advice: tuple[Advice, ...] = ()
-        self._live = live.LiveRun(1, LIVE_POINTS)
+        self._live = live.LiveRun(LIVE_POINTS)
         self._records: tuple[RunRecord, ...] = ()
         self._chosen_id: str | None = None
         self._baseline_id: str | None = None
@@ -55,9 +57,12 @@ class Panel(ipw.VBox):
         self.screen, self.answer = Screen(), TextLine(role="status", classes=("lk-answer",))
         self.stale = TextLine(classes=("lk-stale",))
         self.advice_lines = [TextLine(classes=("lk-advice",)) for _ in range(MAX_ADVICE)]
-        self.knob_set = KnobSet(config or EngineConfig(), is_cpu=session.gpu.is_cpu, on_change=self._replan)
+        config = config or getattr(session, "config", None) or EngineConfig()
+        self.knob_set = KnobSet(config, is_cpu=session.gpu.is_cpu, on_change=self._replan)
         self.pictures, self.run_bar = Pictures(), RunBar()
-        self.runs = DataTable(selectable=True, empty_text="No run yet: press Run to try these settings.")
+        self.runs = DataTable(
+            classes=("lk-runs",), selectable=True, empty_text="No run yet: press Run to try these settings."
+        )
         self.control = RunControl(session, self)
         super().__init__(self._layout())
         self.add_class("lk-panel")
@@ -80,7 +85,7 @@ class Panel(ipw.VBox):
         main = ipw.Box([self.knob_set.view(), right])
         main.add_class("lk-main")
         return [PlotlyLibrary(), self.screen, self.answer, self.run_bar.view(), self.stale, main,
-                TextLine(text="Runs", classes=("lk-title",)), self.runs]  # fmt: skip
+                self.runs]  # fmt: skip
 
     def _connect(self) -> None:
         bar, pictures = self.run_bar, self.pictures
@@ -93,7 +98,7 @@ class Panel(ipw.VBox):
         self.screen.observe(self._relook, ["theme", "narrow"])
         self.answer.on_press(lambda _: self.apply(0))
         for index, line in enumerate(self.advice_lines, start=1):
-            line.on_press(lambda _, at=index: self.apply(at))
+            line.on_press(partial(self._apply_pressed, index))
 
     # settings
 
@@ -161,6 +166,9 @@ class Panel(ipw.VBox):
         if index < len(self._advice):
             self.knob_set.set(**self._advice[index].changes)
 
+    def _apply_pressed(self, index: int, _button: str) -> None:
+        self.apply(index)
+
     def _gains_later(self) -> None:
         generation = self._generation
         self._gains_thread = threading.Thread(target=self._show_gains, args=(generation,), daemon=True)
@@ -213,10 +221,20 @@ class Panel(ipw.VBox):
         """Wait for the end of the runs; True where none is in progress."""
         return self.control.wait(timeout_s)
 
+    def close_parts(self) -> None:
+        """End what runs and take every widget off the page; the session stays open."""
+        self.cancel()
+        self.wait()
+        waiting: list[ipw.Widget] = [self]
+        while waiting:
+            widget = waiting.pop()
+            waiting += getattr(widget, "children", ())
+            widget.close()
+
     def begin(self, plan: MemoryPlan, view: RunView) -> None:
         """A run begins: the live chart starts empty."""
         with self._lock:
-            self._live = live.LiveRun(plan.num_gpu_blocks, LIVE_POINTS)
+            self._live = live.LiveRun(LIVE_POINTS)
 
     def update(self, steps: Sequence[dict[str, Any]], view: RunView) -> None:
         """Steps were made: live chart, numbers and progress."""
@@ -270,7 +288,7 @@ class Panel(ipw.VBox):
 
     def show_command(self) -> None:
         """The `vllm serve` command of the settings, ready to copy."""
-        model = self.session.model.source or self.session.model.name
+        model = getattr(self.session, "source", "") or self.session.model.name
         self.run_bar.show_command(lambda: vllm_command(model, self.config))
 
     def report(self) -> None:
@@ -306,5 +324,8 @@ class Panel(ipw.VBox):
         return next((record for record in self._records if record.run_id == run_id), None)
 
     def _matching(self, plan: MemoryPlan) -> RunRecord | None:
-        same = [record for record in self._records if record.plan.config == plan.config and record.measured is not None]
-        return same[-1] if same else None
+        def is_same(record: RunRecord) -> bool:
+            mine = (record.plan.config, record.model, record.gpu)
+            return mine == (plan.config, plan.model, plan.gpu) and record.measured is not None
+
+        return next((record for record in reversed(self._records) if is_same(record)), None)

@@ -85,12 +85,11 @@ class RunBar:
         now = time.monotonic()
         head = f"Run {view.run_index + 1} of {view.num_runs}, " if view.num_runs > 1 else ""
         words = f"{head}{'cancelling' if view.cancelling else view.phase}"
-        if view.total:
-            words += f": {fmt.count(view.done)} of {fmt.count(view.total)} requests"
+        if view.unit:
+            words += f": {fmt.count(view.done)} of {fmt.count(view.total)} {view.unit}"
         words += f", {fmt.duration(round(view.elapsed_s(now), 1))} elapsed"
-        remaining = view.remaining_s(now)
-        words += f", about {fmt.duration(round(remaining, 1))} left" if remaining is not None else ""
-        share = view.done / view.total if view.total else None
+        words += f", about {fmt.duration(round(view.left_s, 1))} left" if view.left_s is not None else ""
+        share = view.done / view.total if view.unit and view.total else None
         self.status.say(f"{words}. {live_words}".strip(), progress=share, details="\n".join(view.log), summary="log",
                         role="")  # fmt: skip
 

@@ -53,6 +53,8 @@ class RunView:
     phase: str = "starting"
     done: int = 0
     total: int = 0
+    unit: str = ""
+    left_s: float | None = None
     run_index: int = 0
     num_runs: int = 1
     started_s: float = 0.0
@@ -62,12 +64,6 @@ class RunView:
     def elapsed_s(self, now_s: float) -> float:
         """Seconds since this run began."""
         return max(0.0, now_s - self.started_s)
-
-    def remaining_s(self, now_s: float) -> float | None:
-        """Seconds left at the speed so far; None before the first thing is done."""
-        if not self.done or not self.total:
-            return None
-        return self.elapsed_s(now_s) * (self.total - self.done) / self.done
 
 
 @dataclass(frozen=True)
@@ -193,8 +189,16 @@ class RunControl:
 
     def _begin(self, event: dict[str, Any], view: RunView) -> None:
         view.run_index, view.started_s = event["index"], time.monotonic()
-        view.phase, view.done, view.total = "starting", 0, 0
+        view.phase, view.done, view.total, view.left_s = "starting", 0, 0, None
         self._screen.begin(event["plan"], view)
+
+
+_PHASES = {"load": "loading the weights", "configure": "allocating the KV pool", "run": "running",
+           "measure memory": "measuring memory"}  # fmt: skip
+
+
+def _phase(name: object) -> str:
+    return _PHASES.get(str(name), plain(name, 80))
 
 
 def read_event(event: dict[str, Any], view: RunView) -> list[dict[str, Any]]:
@@ -203,10 +207,10 @@ def read_event(event: dict[str, Any], view: RunView) -> list[dict[str, Any]]:
     if kind == "step":
         return [event]
     if kind == "progress":
-        view.done, view.total = int(event.get("done", view.done)), int(event.get("total", view.total))
-        view.phase = plain(event.get("phase", view.phase), 80)
+        view.done, view.total, view.unit = int(event["done"]), int(event["total"]), plain(event.get("unit", ""), 40)
+        view.phase, view.left_s = _phase(event["phase"]), event.get("remaining_s")
     elif kind == "status":
-        view.phase = plain(event.get("phase", event.get("status", view.phase)), 80)
-    elif kind in ("log", "error"):
+        view.phase = _phase(event.get("phase", event.get("status", view.phase)))
+    elif kind == "log":
         view.log = [*view.log, *(plain(line, 300) for line in str(event.get("message", "")).splitlines())][-LOG_LINES:]
     return []

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from types import SimpleNamespace
 
 from labkit.errors import LabkitError
 from labkit.specs.engine_config import EngineConfig
 from tests.figures import samples
+
+
+def step_event(step, plan) -> dict:
+    """`step` as the engine's run tells it."""
+    return {"type": "step", "time_s": step.start_s + step.duration_s, "num_running": step.num_running,
+            "output_tokens_per_s": step.num_decode_tokens / step.duration_s, "num_waiting": step.num_waiting,
+            "num_blocks_used": step.num_blocks_used, "num_gpu_blocks": plan.num_gpu_blocks}  # fmt: skip
 
 
 class FakeSession:
@@ -36,7 +42,7 @@ class FakeSession:
     def run(self, config: EngineConfig, on_event):
         self._cancel.clear()
         plan = self.plan(config)
-        on_event({"type": "status", "phase": "loading weights"})
+        on_event({"type": "progress", "phase": "load", "done": 0, "total": 1, "unit": "", "remaining_s": None})
         done = []
         for index, step in enumerate(samples.sample_steps(self._num_steps, plan)):
             if self._cancel.wait(self._pause_s):
@@ -44,8 +50,9 @@ class FakeSession:
             if self.fail is not None and index == self._num_steps // 2:
                 raise self.fail
             done.append(step)
-            on_event({"type": "step", **dataclasses.asdict(step)})
-            on_event({"type": "progress", "phase": "serving", "done": index, "total": self._num_steps})
+            on_event(step_event(step, plan))
+            on_event({"type": "progress", "phase": "run", "done": index, "total": self._num_steps, "unit": "requests",
+                      "remaining_s": (self._num_steps - index) * self._pause_s})  # fmt: skip
         number = len(self._records) + 1
         status = "cancelled" if self._cancel.is_set() else "finished"
         record = samples.sample_record(config, run_id=f"fake-{number}", name=f"fake {number}", status=status,

@@ -371,3 +371,10 @@ def test_a_long_log_is_cut():
     line.say("x" * 9000, details="\n".join(["y" * 9000] * 900))
     assert len(line.text) <= 2000
     assert len(line.details) <= 60 * 301
+
+
+def test_closing_takes_every_widget_of_the_panel_and_no_other(make_panel):
+    panel, other = make_panel(), make_panel()
+    panel.close_parts()
+    assert panel.comm is panel.answer.comm is panel.knobs["block_size"].comm is panel.pictures.chart.comm is None
+    assert other.answer.comm is not None
