@@ -107,7 +107,8 @@ def _quantity(found: MemoryPlan, quantity: str) -> Any:
     if quantity in ("padding_layers", "groups"):
         return rank["padding_layers"] if quantity == "padding_layers" else len(rank["groups"])
     names = {
-        "block_bytes": "block_bytes", "tokens": "kv_cache_tokens", "concurrency": "max_concurrency", "blocks": "num_gpu_blocks",
+        "block_bytes": "block_bytes",
+        "tokens": "kv_cache_tokens", "concurrency": "max_concurrency", "blocks": "num_gpu_blocks",
         "largest_length": "max_model_len_that_fits", "swap_blocks": "num_swap_blocks", "verdict": "verdict",
     }  # fmt: skip
     return getattr(found, names[quantity])
