@@ -1,0 +1,57 @@
+"""The whole way once with the real engine on SmolLM2: load once, configure anew, run, measure, cancel, go on."""
+
+import pytest
+
+import labkit
+from labkit.experiments.run import RunOptions
+from labkit.specs import synthetic_workload
+from labkit.specs.engine_config import EngineConfig
+
+SMALL = EngineConfig(cpu_memory_gib=0.7, max_model_len=128, max_num_batched_tokens=32, max_num_seqs=4)
+
+
+@pytest.fixture(scope="module")
+def session(smollm2_gguf, tmp_path_factory):
+    workload = synthetic_workload(3, 20, 4, seed=1)
+    store = tmp_path_factory.mktemp("store") / "runs.sqlite3"
+    with labkit.Session(model=str(smollm2_gguf), gpu="cpu", workload=workload, store=store) as session:
+        yield session
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"block_size": 32, "max_num_batched_tokens": 16}, {"kv_cache_dtype": "fp8", "max_num_seqs": 2}]
+)
+def test_predicted_is_measured_and_weights_are_loaded_once(session, changes):
+    phases = []
+    record = session.run(SMALL, on_event=lambda event: phases.append(event.get("phase")), **changes)
+    assert record.status == "finished"
+    assert [row.output_tokens for row in record.requests] == [4, 4, 4]
+    predicted, measured = record.plan.breakdown.parts(), record.measured.parts()
+    for part in ("weights", "kv_cache", "block_tables", "workspace"):
+        assert measured[part] == pytest.approx(predicted[part], rel=0.02), part
+    assert measured["activation"] == pytest.approx(predicted["activation"], rel=0.10)
+    assert sum(measured.values()) == record.measured.total_bytes == sum(predicted.values())
+    assert session._runner.worker.generation == 1
+    assert ("load" in phases) == (changes == {})
+    assert session.store.get(record.run_id) == record
+    assert record.versions["torch"]
+
+
+def test_cancel_in_the_middle_of_a_real_run(session):
+    def stop(event):
+        if event["type"] == "step" and event["num_output_tokens"] > 2:
+            session.cancel()
+
+    long = synthetic_workload(2, 8, 100, seed=2)
+    record = session.run(SMALL, on_event=stop, workload=long, options=RunOptions(report_every_s=0.0))
+    assert record.status == "cancelled"
+    assert sum(row.output_tokens for row in record.requests) < 200
+    assert record.measured is None
+    assert session.run(SMALL).status == "finished"
+    assert session._runner.worker.generation == 1
+
+
+def test_catalogue_name_finds_the_installed_weights(smollm2_gguf, tmp_path):
+    workload = synthetic_workload(1, 4, 2)
+    with labkit.Session("SmolLM2-135M-Instruct", "cpu", workload, store=tmp_path / "runs.sqlite3") as session:
+        assert session.run(SMALL).status == "finished"
