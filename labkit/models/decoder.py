@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from labkit.errors import UnsupportedError
 from labkit.models.attention import AttentionBackend
+from labkit.models.linear import PackedMatrix, project, project_few
 from labkit.models.moe import MoeWeights, route_tokens
 from labkit.models.rope import RotaryTable
 from labkit.specs.model_spec import ModelSpec, RopeSpec
@@ -21,7 +22,7 @@ _FIRST_POSITIONS = 8192
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Weights of one layer; matrices as `F.linear` takes them, `[out, in]`.
+    """Weights of one layer; matrices as `F.linear` takes them, `[out, in]`, or packed in that shape.
 
     Attributes:
         qkv: Q, K and V rows of this rank, in this order; `qkv_bias` beside it.
@@ -31,12 +32,12 @@ class LayerWeights:
         after_attention_norm, after_mlp_norm: after them, in models with sandwich norms.
     """
 
-    qkv: torch.Tensor
-    output: torch.Tensor
+    qkv: torch.Tensor | PackedMatrix
+    output: torch.Tensor | PackedMatrix
     attention_norm: torch.Tensor
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor | None = None
-    down: torch.Tensor | None = None
+    gate_up: torch.Tensor | PackedMatrix | None = None
+    down: torch.Tensor | PackedMatrix | None = None
     qkv_bias: torch.Tensor | None = None
     output_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
@@ -46,7 +47,7 @@ class LayerWeights:
     after_mlp_norm: torch.Tensor | None = None
     moe: MoeWeights | None = None
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> Iterator[torch.Tensor | PackedMatrix]:
         """Every tensor of the layer."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -63,9 +64,9 @@ class DecoderWeights:
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    head: torch.Tensor
+    head: torch.Tensor | PackedMatrix
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> Iterator[torch.Tensor | PackedMatrix]:
         """Every tensor once."""
         yield self.embedding
         if self.head is not self.embedding:
@@ -173,7 +174,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of `hidden` (`[rows, hidden_size]`, from `forward`): float32 `[rows, vocab_size]`."""
-        logits = F.linear(hidden, self.weights.head).float()
+        logits = project_few(hidden, self.weights.head).float()
         cap = self.spec.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -208,7 +209,7 @@ class Decoder:
         attention: AttentionBackend,
     ) -> torch.Tensor:
         num_tokens, num_heads, num_qk = inner.shape[0], plan.num_heads, plan.num_heads + plan.num_kv_heads
-        qkv = F.linear(inner, layer.qkv, layer.qkv_bias)
+        qkv = project(inner, layer.qkv, layer.qkv_bias)
         qk = qkv[:, : num_qk * plan.head_dim].view(num_tokens, num_qk, plan.head_dim)
         v = qkv[:, num_qk * plan.head_dim :].view(num_tokens, plan.num_kv_heads, plan.v_head_dim)
         if layer.head_norm is not None:
@@ -216,17 +217,17 @@ class Decoder:
         if plan.table is not None and rotation is not None:
             qk = plan.table.rotate(qk, rotation)
         mixed = attention.attend(index, qk[:, :num_heads], qk[:, num_heads:], v)
-        out = F.linear(mixed.view(num_tokens, num_heads * plan.v_head_dim), layer.output, layer.output_bias)
+        out = project(mixed.view(num_tokens, num_heads * plan.v_head_dim), layer.output, layer.output_bias)
         return out if self._all_reduce is None else self._all_reduce(out)
 
     def _mlp(self, layer: LayerWeights, inner: torch.Tensor) -> torch.Tensor:
-        wide = F.linear(inner, layer.gate_up, layer.gate_up_bias)  # type: ignore[arg-type]
+        wide = project(inner, layer.gate_up, layer.gate_up_bias)  # type: ignore[arg-type]
         if self.spec.gated_mlp:
             gate, up = wide.chunk(2, dim=-1)
             wide = self._activation(gate).mul_(up)
         else:
             wide = self._activation(wide)
-        return F.linear(wide, layer.down, layer.down_bias)  # type: ignore[arg-type]
+        return project(wide, layer.down, layer.down_bias)  # type: ignore[arg-type]
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None, scale: torch.Tensor | None = None) -> torch.Tensor:
         """RMS norm over the last axis; Gemma's weights are kept as float32 `1 + weight`, so it works in float32."""

@@ -6,12 +6,14 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from labkit.errors import FileFormatError, OutOfRangeError
 from labkit.models.decoder import Decoder, DecoderWeights, LayerWeights, check_supported
 from labkit.models.hub import find_model_files
+from labkit.models.linear import PackedMatrix, pack
 from labkit.models.moe import MoeWeights
 from labkit.models.weight_sources import DummySource, GgufSource, SafetensorsSource, WeightSource
 from labkit.specs.gguf import read_gguf
@@ -36,6 +38,7 @@ def load_model_weights(
     tp_rank: int = 0,
     tp_size: int = 1,
     all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    pack_weights: bool = True,
 ) -> Decoder:
     """A decoder with weights.
 
@@ -48,6 +51,7 @@ def load_model_weights(
         tp_rank, tp_size: this rank of so many that share each layer; Q heads and MLP columns are divided, KV heads
             too, or repeated where there are fewer than ranks.
         all_reduce: sum over the ranks, for `tp_size` above 1.
+        pack_weights: on the CPU, keep matrices in the order that makes products fast (`labkit.models.linear`).
 
     Raises:
         FileFormatError: no such source, or a tensor is missing, unexpected or of another shape; it is named.
@@ -56,7 +60,8 @@ def load_model_weights(
     """
     check_supported(spec)
     _check_parallel(spec, tp_rank, tp_size)
-    loader = _Loader(spec, _open(spec, source, load_format, seed), _torch_dtype(spec, dtype), torch.device(device))
+    opened = _open(spec, source, load_format, seed)
+    loader = _Loader(spec, opened, _torch_dtype(spec, dtype), torch.device(device), pack if pack_weights else _as_is)
     weights = loader.weights(tp_rank, tp_size)
     loader.check_all_used()
     return Decoder(spec, weights, tp_size=tp_size, all_reduce=all_reduce)
@@ -104,8 +109,16 @@ def _check_parallel(spec: ModelSpec, rank: int, size: int) -> None:
 class _Loader:
     """Reads the tensors of one spec from one source and remembers which were used."""
 
-    def __init__(self, spec: ModelSpec, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
-        self._spec = spec
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        finish: Callable[[torch.Tensor], torch.Tensor | PackedMatrix],
+    ) -> None:
+        self.spec = spec
+        self.finish = finish
         self._source = source
         self._dtype = dtype
         self._device = device
@@ -123,14 +136,14 @@ class _Loader:
         return "model."
 
     def weights(self, rank: int, size: int) -> DecoderWeights:
-        spec = self._spec
+        spec = self.spec
         embedding = self.one("embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
         layers = tuple(
             _LayerLoader(self, layer, index, rank, size).weights() for index, layer in enumerate(spec.layers)
         )
-        head = embedding
+        head: torch.Tensor | PackedMatrix = embedding
         if not spec.tie_word_embeddings and not spec.is_embedding:
-            head = self.one(self._head_name(), (spec.vocab_size, spec.hidden_size))
+            head = self.finish(self.one(self._head_name(), (spec.vocab_size, spec.hidden_size)))
         return DecoderWeights(embedding, layers, self.norm("norm.weight", (spec.hidden_size,)), head)
 
     def _head_name(self) -> str:
@@ -147,7 +160,7 @@ class _Loader:
     def norm(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Norm weights; as float32 `1 + weight` where the family adds the 1 (Gemma computes it in float32)."""
         weight = self.one(name, shape)
-        return weight.float().add_(1) if self._spec.norm_offset else weight
+        return weight.float().add_(1) if self.spec.norm_offset else weight
 
     def stack(self, parts: Sequence[tuple[str, tuple[int, ...]]], axis_slices: Sequence[tuple] = ()) -> torch.Tensor:
         """The tensors `parts` (name, expected shape) one after the other along the first axis.
@@ -170,12 +183,12 @@ class _Loader:
     def check_all_used(self) -> None:
         """Refuse tensors that the network has no place for: they would be silently left out."""
         unused = [name for name in self._source.names() - self._used if not _IGNORED.fullmatch(name)]
-        if self._spec.tie_word_embeddings or self._spec.is_embedding:
+        if self.spec.tie_word_embeddings or self.spec.is_embedding:
             unused = [name for name in unused if not name.endswith("lm_head.weight")]
         if unused:
             shown = ", ".join(plain(repr(name), 80) for name in sorted(unused)[:4])
             raise FileFormatError(
-                f"the weights hold {len(unused)} tensors that {plain(self._spec.name, 80)} has no place for: {shown}"
+                f"the weights hold {len(unused)} tensors that {plain(self.spec.name, 80)} has no place for: {shown}"
             )
 
     def _filled(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -199,7 +212,7 @@ class _Loader:
             close = nearest(full, self._source.names() - self._used)
             raise FileFormatError(f"tensor {full!r} is missing from the weights", works=close and plain(close, 80))
         if found != shape:
-            raise FileFormatError(f"tensor {full!r} has shape {found}, {plain(self._spec.name, 80)} needs {shape}")
+            raise FileFormatError(f"tensor {full!r} has shape {found}, {plain(self.spec.name, 80)} needs {shape}")
 
 
 class _LayerLoader:
@@ -207,7 +220,7 @@ class _LayerLoader:
 
     def __init__(self, loader: _Loader, layer: LayerSpec, index: int, rank: int, size: int) -> None:
         self._loader = loader
-        self._spec = loader._spec
+        self._spec = loader.spec
         self._layer = layer
         self._prefix = f"layers.{index}."
         self._rank = rank
@@ -222,9 +235,9 @@ class _LayerLoader:
         mlp = self._moe() if self._layer.num_experts else self._dense_mlp()
         output_rows = self._layer.num_heads * (self._layer.v_head_dim or self._layer.head_dim)
         return LayerWeights(
-            qkv=self._qkv("weight", (hidden,)),
+            qkv=self._loader.finish(self._qkv("weight", (hidden,))),
             qkv_bias=self._qkv("bias", ()) if spec.qkv_bias else None,
-            output=self._columns("self_attn.o_proj.weight", (hidden, output_rows)),
+            output=self._loader.finish(self._columns("self_attn.o_proj.weight", (hidden, output_rows))),
             output_bias=self._summed_bias("self_attn.o_proj.bias") if spec.attention_bias else None,
             head_norm=self._head_norm() if spec.qk_norm else None,
             attention_norm=self._norm("input_layernorm.weight"),
@@ -273,13 +286,13 @@ class _LayerLoader:
         counts = (layer.num_heads // self._size, max(1, layer.num_kv_heads // self._size))
         return torch.cat([weight.expand(count, -1) for weight, count in zip(weights, counts, strict=True)])
 
-    def _dense_mlp(self) -> dict[str, torch.Tensor | None]:
+    def _dense_mlp(self) -> dict[str, Any]:
         width = self._layer.intermediate_size or self._spec.intermediate_size
         hidden, has_bias = self._spec.hidden_size, self._spec.mlp_bias
         return {
-            "gate_up": self._gate_up("weight", width, (hidden,)),
+            "gate_up": self._loader.finish(self._gate_up("weight", width, (hidden,))),
             "gate_up_bias": self._gate_up("bias", width, ()) if has_bias else None,
-            "down": self._columns("mlp.down_proj.weight", (hidden, width)),
+            "down": self._loader.finish(self._columns("mlp.down_proj.weight", (hidden, width))),
             "down_bias": self._summed_bias("mlp.down_proj.bias") if has_bias else None,
         }
 
@@ -292,7 +305,7 @@ class _LayerLoader:
         cuts = [(_share(width, self._rank, self._size),)] * len(parts) if self._size > 1 else []
         return self._loader.stack(parts, cuts)
 
-    def _moe(self) -> dict[str, MoeWeights]:
+    def _moe(self) -> dict[str, Any]:
         moe, hidden, loader = self._spec.moe, self._spec.hidden_size, self._loader
         if moe is None or self._size > 1:
             raise OutOfRangeError("experts on more than one rank are not loaded yet", knob="tensor_parallel_size")
@@ -305,6 +318,10 @@ class _LayerLoader:
 
     def _expert(self, prefix: str, width: int, hidden: int) -> torch.Tensor:
         return self._loader.stack([(f"{prefix}{name}_proj.weight", (width, hidden)) for name in ("gate", "up")])
+
+
+def _as_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
 
 
 def _share(length: int, rank: int, size: int) -> slice:
