@@ -44,8 +44,7 @@ def test_clipping_shortens_and_keeps_the_beginning(workload, longest_in, longest
         assert after.input_tokens == min(before.input_tokens, longest_in)
         assert after.output_tokens == min(before.output_tokens, longest_out)
         kept = expanded(after)
-        assert kept == expanded(before)[: len(kept)]
-        assert len(kept) <= -(-after.input_tokens // workload.prefix_block_tokens)
+        assert kept == expanded(before)[: -(-after.input_tokens // workload.prefix_block_tokens)]
     assert len(clipped.steps) == len(workload.steps) + 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from statistics import fmean
 
 import pytest
@@ -114,6 +115,19 @@ def test_publishers_own_forms(tmp_path, suffix, name, text, expected):
         (r.input_tokens, r.output_tokens, r.prefix_blocks) for r in expected
     ]
     assert workload.prefix_block_tokens == (512 if "jsonl" in name else 0)
+
+
+def test_times_without_a_zone_are_utc_wherever_the_reader_sits(tmp_path, monkeypatch):
+    rows = "2023-03-26 00:30:00,1,1\n2023-03-26 03:30:00,1,1\n"
+    path = write(tmp_path, "z.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    # In Berlin that night has an hour less.
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    try:
+        assert load_workload(path).duration_s == 3 * 3600
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_dropped_rows_and_sorting_are_recorded(tmp_path):
