@@ -6,13 +6,14 @@ by a name that stands in the data.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from labkit.errors import FileFormatError, LabkitError
@@ -79,98 +80,164 @@ def from_plain(cls: Any, data: Any, where: str = "") -> Any:
     Raises:
         FileFormatError: a field is missing, unknown or of another type; the message names it.
     """
-    where = where or getattr(cls, "__name__", str(cls))
-    if dataclasses.is_dataclass(cls):
-        return _dataclass_from(cls, data, where)
-    origin = typing.get_origin(cls)
-    if origin in (typing.Union, types.UnionType):
-        return _union_from(cls, data, where)
-    if origin is typing.Literal:
-        if data not in typing.get_args(cls):
-            raise _mismatch(where, f"one of {', '.join(map(str, typing.get_args(cls)))}", data)
-        return data
-    if origin is tuple:
-        return _tuple_from(typing.get_args(cls), data, where)
-    if origin is not None and issubclass(origin, Mapping):
-        return _mapping_from(typing.get_args(cls), data, where)
-    return _scalar_from(cls, data, where)
-
-
-def _dataclass_from(cls: Any, data: Any, where: str) -> Any:
-    if not isinstance(data, Mapping):
-        raise _mismatch(where, "an object", data)
-    hints = _hints(cls)
-    for name in data:
-        if name not in hints:
-            close = nearest(name, hints)
-            raise FileFormatError(
-                f"{where} has a field that this version of labkit does not know: {plain(name, 80)!r}",
-                works=f"a newer labkit{f', or the field {close}' if close else ''}",
-            )
-    values = {name: from_plain(hints[name], data[name], f"{where}.{name}") for name in data}
     try:
-        return cls(**values)
-    except LabkitError as error:
-        raise FileFormatError(f"{where}: {error}") from error
-    except TypeError as error:
-        raise FileFormatError(f"{where} lacks a field: {plain(error, 200)}") from error
+        return _reader(cls)(data)
+    except _BadFieldError as error:
+        place = where or getattr(cls, "__name__", str(cls))
+        raise FileFormatError(f"{place}{error.path} {error.problem}", works=error.works) from error
+
+
+class _BadFieldError(Exception):
+    """What is wrong, and the path to it, which grows on the way up: only a failing read pays for it."""
+
+    def __init__(self, problem: str, works: str | None = None) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.works = works
+        self.path = ""
+
+    def inside(self, step: str) -> _BadFieldError:
+        self.path = step + self.path
+        return self
+
+
+Reader = Callable[[Any], Any]
 
 
 @functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {entry.name: hints[entry.name] for entry in dataclasses.fields(cls) if entry.init}
-
-
-def _union_from(cls: Any, data: Any, where: str) -> Any:
-    options = typing.get_args(cls)
-    if data is None:
-        if type(None) in options:
-            return None
-        raise _mismatch(where, str(cls), data)
-    problem: FileFormatError | None = None
-    for option in options:
-        if option is type(None):
-            continue
-        try:
-            return from_plain(option, data, where)
-        except FileFormatError as error:
-            problem = error
-    raise problem or _mismatch(where, str(cls), data)
-
-
-def _tuple_from(arguments: tuple, data: Any, where: str) -> tuple:
-    if not isinstance(data, (list, tuple)):
-        raise _mismatch(where, "a list", data)
-    if not arguments:
-        return tuple(_untyped(entry) for entry in data)
-    if len(arguments) == 2 and arguments[1] is Ellipsis:
-        return tuple(from_plain(arguments[0], entry, f"{where}[{index}]") for index, entry in enumerate(data))
-    if len(arguments) != len(data):
-        raise _mismatch(where, f"a list of {len(arguments)}", data)
-    return tuple(from_plain(kind, entry, where) for kind, entry in zip(arguments, data, strict=True))
-
-
-def _mapping_from(arguments: tuple, data: Any, where: str) -> dict:
-    if not isinstance(data, Mapping):
-        raise _mismatch(where, "an object", data)
-    kind = arguments[1] if arguments else Any
-    return {str(key): from_plain(kind, entry, f"{where}.{plain(key, 40)}") for key, entry in data.items()}
-
-
-def _scalar_from(cls: Any, data: Any, where: str) -> Any:
+def _reader(cls: Any) -> Reader:
+    """What turns plain data into a `cls`; made once for each annotation."""
+    if dataclasses.is_dataclass(cls):
+        return functools.partial(_read_dataclass, cls)
+    origin, arguments = typing.get_origin(cls), typing.get_args(cls)
+    if origin in (typing.Union, types.UnionType):
+        return _union_reader(cls, arguments)
+    if origin is typing.Literal:
+        return functools.partial(_read_literal, arguments)
+    if origin is tuple:
+        return _tuple_reader(arguments)
+    if origin is not None and issubclass(origin, Mapping):
+        return functools.partial(_read_mapping, _reader(arguments[1]))
     if cls is Any:
-        return _untyped(data)
+        return _untyped
     if cls is float:
-        number = _untyped(data) if isinstance(data, Mapping) else data
-        if isinstance(number, (int, float)) and not isinstance(number, bool):
+        return _read_float
+    if cls is int:
+        return _read_int
+    return functools.partial(_read_instance, cls)
+
+
+@functools.cache
+def _fields(cls: Any) -> dict[str, Reader]:
+    hints = typing.get_type_hints(cls)
+    return {entry.name: _reader(hints[entry.name]) for entry in dataclasses.fields(cls) if entry.init}
+
+
+def _read_dataclass(cls: Any, data: Any) -> Any:
+    if not isinstance(data, Mapping):
+        raise _mismatch("an object", data)
+    readers = _fields(cls)
+    values = {}
+    for name, value in data.items():
+        if name not in readers:
+            close = nearest(name, readers)
+            raise _BadFieldError(
+                f"has a field that this version of labkit does not know: {plain(name, 80)!r}",
+                works=f"a newer labkit{f', or the field {close}' if close else ''}",
+            )
+        try:
+            values[name] = readers[name](value)
+        except _BadFieldError as error:
+            raise error.inside(f".{name}") from None
+    try:
+        return cls(**values)
+    except LabkitError as error:
+        raise _BadFieldError(f"is refused: {error}") from error
+    except TypeError as error:
+        raise _BadFieldError(f"lacks a field: {plain(error, 200)}") from error
+
+
+def _union_reader(cls: Any, options: tuple) -> Reader:
+    readers = [_reader(option) for option in options if option is not type(None)]
+
+    def read(data: Any) -> Any:
+        if data is None:
+            if type(None) in options:
+                return None
+            raise _mismatch(str(cls), data)
+        for reader in readers[:-1]:
+            try:
+                return reader(data)
+            except _BadFieldError:
+                continue
+        return readers[-1](data)
+
+    return read
+
+
+def _read_literal(choices: tuple, data: Any) -> Any:
+    if data not in choices:
+        raise _mismatch(f"one of {', '.join(map(str, choices))}", data)
+    return data
+
+
+def _tuple_reader(arguments: tuple) -> Reader:
+    if not arguments:
+        return _untyped
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        return functools.partial(_read_list, _reader(arguments[0]))
+    readers = [_reader(kind) for kind in arguments]
+
+    def read(data: Any) -> tuple:
+        if not isinstance(data, (list, tuple)) or len(data) != len(readers):
+            raise _mismatch(f"a list of {len(readers)}", data)
+        return tuple(reader(entry) for reader, entry in zip(readers, data, strict=True))
+
+    return read
+
+
+def _read_list(reader: Reader, data: Any) -> tuple:
+    if not isinstance(data, (list, tuple)):
+        raise _mismatch("a list", data)
+    values = []
+    for entry in data:
+        try:
+            values.append(reader(entry))
+        except _BadFieldError as error:
+            raise error.inside(f"[{len(values)}]") from None
+    return tuple(values)
+
+
+def _read_mapping(reader: Reader, data: Any) -> dict:
+    if not isinstance(data, Mapping):
+        raise _mismatch("an object", data)
+    values = {}
+    for key, entry in data.items():
+        try:
+            values[str(key)] = reader(entry)
+        except _BadFieldError as error:
+            raise error.inside(f".{plain(key, 40)}") from None
+    return values
+
+
+def _read_float(data: Any) -> float:
+    number = _untyped(data) if isinstance(data, Mapping) else data
+    if isinstance(number, (int, float)) and not isinstance(number, bool):
+        with contextlib.suppress(OverflowError):
             return float(number)
-    elif cls is int:
-        if isinstance(data, int) and not isinstance(data, bool):
-            return data
-    elif isinstance(cls, type) and isinstance(data, cls):
+    raise _mismatch("float", data)
+
+
+def _read_int(data: Any) -> int:
+    if isinstance(data, int) and not isinstance(data, bool):
         return data
-    raise _mismatch(where, getattr(cls, "__name__", str(cls)), data)
+    raise _mismatch("int", data)
+
+
+def _read_instance(cls: type, data: Any) -> Any:
+    if isinstance(data, cls):
+        return data
+    raise _mismatch(cls.__name__, data)
 
 
 def _untyped(data: Any) -> Any:
@@ -178,11 +245,11 @@ def _untyped(data: Any) -> Any:
         if set(data) == {"$float"} and data["$float"] in ("inf", "-inf", "nan"):
             return float(data["$float"])
         return {key: _untyped(entry) for key, entry in data.items()}
-    return tuple(_untyped(entry) for entry in data) if isinstance(data, list) else data
+    return tuple(_untyped(entry) for entry in data) if isinstance(data, (list, tuple)) else data
 
 
-def _mismatch(where: str, needed: str, data: Any) -> FileFormatError:
-    return FileFormatError(f"{where} must be {needed}, not {plain(repr(data)[:200], 80)}")
+def _mismatch(needed: str, data: Any) -> _BadFieldError:
+    return _BadFieldError(f"must be {needed}, not {plain(repr(data)[:200], 80)}")
 
 
 def rows_to_plain(rows: tuple) -> list[list]:
@@ -197,16 +264,23 @@ def rows_from_plain(kind: str, data: Any, where: str) -> tuple:
         FileFormatError: a row has the wrong count or types of values.
     """
     row_type = ROW_TYPES[kind]
-    hints = _hints(row_type)
-    if not isinstance(data, list):
-        raise _mismatch(where, "a list of rows", data)
-    rows = []
-    for entry in data:
-        if not isinstance(entry, list) or len(entry) != len(hints):
-            raise _mismatch(where, f"rows of {len(hints)} values", entry)
-        pairs = zip(hints.items(), entry, strict=True)
-        rows.append(row_type(**{name: from_plain(hint, value, f"{where}.{name}") for (name, hint), value in pairs}))
-    return tuple(rows)
+    readers = list(_fields(row_type).values())
+    names = list(_fields(row_type))
+
+    def read(entry: Any) -> Any:
+        if not isinstance(entry, list) or len(entry) != len(readers):
+            raise _mismatch(f"a row of {len(readers)} values", entry)
+        for index, reader in enumerate(readers):
+            try:
+                entry[index] = reader(entry[index])
+            except _BadFieldError as error:
+                raise error.inside(f".{names[index]}") from None
+        return row_type(*entry)
+
+    try:
+        return _read_list(read, data)
+    except _BadFieldError as error:
+        raise FileFormatError(f"{where}{error.path} {error.problem}") from error
 
 
 def record_to_plain(record: RunRecord) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sqlite3
 import time
 import warnings
@@ -166,7 +167,7 @@ class RunStore:
         if status == "running" and writer.is_gone(time.time() - row.updated_at):
             status = "unfinished"
         with self._naming_the_damage(row.run_id):
-            record = record_from_plain(loads(row.head, f"run {row.run_id}"), f"run {plain(row.run_id, 80)}")
+            record = _record_of_head(row.head)
         record = dataclasses.replace(record, status=status, name=row.name, note=row.note)
         trashed = row.trashed_at is not None
         return StoredRun(row.run_id, row.name, row.created, status, row.note, bool(row.locked), trashed, record)
@@ -375,6 +376,12 @@ def _use_rollback_journal(connection: sa.Connection) -> None:
     raw = connection.connection.dbapi_connection
     if raw is not None:
         raw.execute("PRAGMA journal_mode=TRUNCATE").close()
+
+
+@functools.lru_cache(maxsize=1024)
+def _record_of_head(head: str) -> RunRecord:
+    """The record in a row's text; a panel lists the same rows again and again."""
+    return record_from_plain(loads(head, "its head"), "its head")
 
 
 def _columns(record: RunRecord) -> dict[str, Any]:
