@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from labkit.format import count, memory, number, share
 from labkit.measure.run_record import RunRecord, StepRow
+from labkit.memory.questions import layout_of
 from labkit.memory.records import MemoryPlan
 
 LimitName = Literal["weights", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "traffic", "unknown"]
@@ -88,16 +90,22 @@ def tokens_per_request(plan: MemoryPlan, record: RunRecord | None = None) -> flo
 def requests_at_once(plan: MemoryPlan, tokens: float) -> float:
     """Requests of `tokens` tokens that run together: what KV holds, at most `max_num_seqs`.
 
-    At `max_model_len` this is the plan's own concurrency, which knows windows and states; below it the pool's tokens
-    are divided by the request's tokens rounded up to whole blocks.
+    At `max_model_len` this is the plan's own concurrency. Below it, the pool's blocks over the blocks of one request,
+    which the layout knows for windows and states; a plan without a layout counts whole blocks of its tokens.
     """
-    block_size = plan.config.block_size
-    rounded = -(-max(tokens, 1) // block_size) * block_size
     held = plan.max_concurrency
     if tokens < (plan.config.max_model_len or 0):
-        held = max(held, plan.kv_cache_tokens / rounded)
+        held = max(held, _held_below_the_longest(plan, math.ceil(max(tokens, 1))))
     seqs = plan.config.max_num_seqs
     return min(held, float(seqs)) if seqs else held
+
+
+def _held_below_the_longest(plan: MemoryPlan, tokens: int) -> float:
+    if "groups" in plan.details or "ranks" in plan.details:
+        blocks = layout_of(plan).blocks_per_request(tokens)
+        return plan.num_gpu_blocks / blocks if blocks else math.inf
+    block_size = plan.config.block_size
+    return plan.kv_cache_tokens / (math.ceil(tokens / block_size) * block_size)
 
 
 def _limit(name: LimitName, details: str, evidence: Sequence[tuple[str, str]], basis: str) -> BindingLimit:

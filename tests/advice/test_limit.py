@@ -7,9 +7,11 @@ import dataclasses
 import pytest
 from samples import sample_plan, sample_record
 
+import labkit
 from labkit.advice import binding_limit
 from labkit.advice.limit import requests_at_once, tokens_per_request
 from labkit.measure.run_record import StepRow
+from labkit.memory.questions import concurrent_requests
 from labkit.specs.engine_config import EngineConfig
 
 
@@ -97,6 +99,15 @@ def test_requests_at_once_rounds_up_to_blocks_and_stops_at_max_num_seqs():
     assert requests_at_once(plan, 17) == pytest.approx(1600 / 32)
     assert requests_at_once(plan, 1024) == pytest.approx(100 / 64)
     assert requests_at_once(sample_plan(EngineConfig(max_num_seqs=2)), 16) == 2.0
+
+
+def test_requests_below_the_longest_follow_the_layout_of_windows():
+    """Gemma 3 27B: its sliding layers hold 1,024 tokens however long a request is."""
+    config = EngineConfig(max_model_len=32768, max_num_seqs=4096)
+    plan = labkit.plan(labkit.load_model("google/gemma-3-27b-it"), labkit.load_gpu("H100 SXM"), config, engine="vllm")
+    assert requests_at_once(plan, 32768) == plan.max_concurrency
+    assert concurrent_requests(plan, [4096]) == int(requests_at_once(plan, 4096))
+    assert requests_at_once(plan, 4096) < 8 * plan.max_concurrency
 
 
 def test_tokens_per_request_come_from_the_run_where_there_is_one():
