@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Panel", "bench_panel"]
+__all__ = ["BlockSizeExperiment", "Panel", "bench_panel"]
 
 
 def __getattr__(name: str) -> Any:
@@ -12,6 +12,10 @@ def __getattr__(name: str) -> Any:
         from labkit.widgets.panel import Panel
 
         return Panel
+    if name == "BlockSizeExperiment":
+        from labkit.widgets.experiment import BlockSizeExperiment
+
+        return BlockSizeExperiment
     if name == "bench_panel":
         from labkit.widgets.bench import bench_panel
 

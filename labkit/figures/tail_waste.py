@@ -1,0 +1,130 @@
+"""What block size costs and gives: places reserved but empty at the fullest step, beside the output rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from labkit import format as fmt
+from labkit.figures.frame import empty, position, row_of_plots
+from labkit.figures.palette import get_theme, label
+from labkit.figures.tables import Table, make_table
+from labkit.measure.run_record import RunRecord
+from labkit.measure.summary import summarize
+
+TITLES = ("empty places of reserved blocks", "output tokens")
+
+
+@dataclass(frozen=True)
+class TailWastePoint:
+    """One run: block size in tokens, what its fullest step reserved and stored (tokens), and its output rate.
+
+    Attributes:
+        expected_waste_share: (block_size - 1) / 2 empty places in the last block of each running request, over what
+            was reserved: the waste if lengths fell evenly on the places of a block.
+    """
+
+    run_id: str
+    name: str
+    block_size: int
+    reserved_tokens: int
+    waste_share: float
+    expected_waste_share: float
+    output_tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class TailWasteInfo:
+    """Points by rising block size; runs that reserved nothing are only counted."""
+
+    points: tuple[TailWastePoint, ...]
+    num_without: int = 0
+
+
+def get_tail_waste_info(records: Sequence[RunRecord]) -> TailWasteInfo:
+    """The waste of each run at its fullest step."""
+    found = [point for point in map(_point, records) if point is not None]
+    ordered = tuple(sorted(found, key=lambda point: point.block_size))
+    return TailWasteInfo(ordered, len(records) - len(ordered))
+
+
+def _point(record: RunRecord) -> TailWastePoint | None:
+    numbers = summarize(record)
+    peak = max(record.steps, key=lambda step: step.num_blocks_used, default=None)
+    if peak is None or numbers.tail_waste_share is None or not numbers.output_tokens_per_s:
+        return None
+    size = record.plan.config.block_size
+    reserved = peak.num_blocks_used * size
+    expected = peak.num_running * (size - 1) / 2 / reserved
+    return TailWastePoint(record.run_id, record.name, size, reserved, numbers.tail_waste_share, expected,
+                          numbers.output_tokens_per_s)  # fmt: skip
+
+
+def draw_tail_waste(info: TailWasteInfo, theme: str = "light", narrow: bool = False) -> go.Figure:
+    """Waste, measured beside expected, and output rate; both axes from zero."""
+    if not info.points:
+        return empty(theme, "no run yet: the waste is measured at the fullest step of a run")
+    figure = row_of_plots(theme, TITLES, narrow=narrow, spacing=0.12)
+    first, second, third = get_theme(theme).lines[:3]
+    sizes = [fmt.count(point.block_size) for point in info.points]
+    series = (
+        ("measured", [100 * point.waste_share for point in info.points], first, 0, "%"),
+        ("half a block a request", [100 * point.expected_waste_share for point in info.points], second, 0, "%"),
+        ("output", [point.output_tokens_per_s for point in info.points], third, 1, "tok/s"),
+    )
+    for name, values, style, index, unit in series:
+        figure.add_trace(
+            go.Scatter(
+                name=name,
+                showlegend=index == 0,
+                mode="lines+markers",
+                x=sizes,
+                y=values,
+                line={"color": style.color, "dash": style.dash, "width": 2},
+                marker={"symbol": style.marker, "size": 9, "color": style.color},
+                customdata=[point.run_id for point in info.points],
+                hovertext=[f"{label(point.name)}: {fmt.number(value)} {unit}"
+                           for point, value in zip(info.points, values, strict=True)],
+                hovertemplate="%{hovertext}<extra></extra>",
+            ),
+            **position(index, narrow),
+        )  # fmt: skip
+    figure.update_yaxes(title_text="% of reserved", rangemode="tozero", **position(0, narrow))
+    figure.update_yaxes(title_text="tok/s", rangemode="tozero", **position(1, narrow))
+    figure.update_xaxes(title_text="block_size (tokens)", type="category")
+    figure.update_layout(legend={"y": 1.05 if narrow else 1.14})
+    return figure
+
+
+def plot_tail_waste(records: Sequence[RunRecord], theme: str = "light") -> go.Figure:
+    """Info step and drawing step in one."""
+    return draw_tail_waste(get_tail_waste_info(records), theme)
+
+
+def caption(info: TailWasteInfo) -> str:
+    """The conclusion: what the largest block wastes against the smallest, and whether the rate moved with it."""
+    if not info.points:
+        return "No run has reserved a block yet."
+    small, large = info.points[0], info.points[-1]
+    if small.block_size == large.block_size:
+        empty_share = fmt.share(small.waste_share, 1)
+        return f"Blocks of {fmt.count(small.block_size)} tokens leave {empty_share} of what is reserved empty."
+    rate = fmt.change(small.output_tokens_per_s, large.output_tokens_per_s, "tok/s")
+    return (
+        f"From {fmt.count(small.block_size)} to {fmt.count(large.block_size)} tokens a block, the empty share of "
+        f"reserved blocks goes from {fmt.share(small.waste_share, 1)} to {fmt.share(large.waste_share, 1)} (half a "
+        f"block a request would be {fmt.share(large.expected_waste_share, 1)}), and the output rate changes by {rate}."
+    )
+
+
+def table(info: TailWasteInfo) -> Table:
+    """One row a run."""
+    rows = [
+        [fmt.count(point.block_size), fmt.count(point.reserved_tokens), fmt.share(point.waste_share, 1),
+         fmt.share(point.expected_waste_share, 1), fmt.rate(point.output_tokens_per_s)]
+        for point in info.points
+    ]  # fmt: skip
+    columns = ["block_size (tokens)", "reserved at the fullest step (tokens)", "empty", "expected", "output"]
+    return make_table(columns, rows, "Waste of each block size")
