@@ -1,0 +1,81 @@
+"""The documentation runs: every Python block, every command, every link, every error class."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from labkit import errors
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.M | re.S)
+
+
+def python_blocks(page: Path) -> list[str]:
+    """The Python of a page; a block marked `python no-run: reason` is left out."""
+    found = []
+    for mark, code in BLOCK.findall(page.read_text()):
+        if "no-run" in mark:
+            assert re.fullmatch(r" no-run: \S.*", mark), f"{page.name}: a block that does not run says why"
+        else:
+            found.append(code)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {"__name__": "docs"}
+    for index, code in enumerate(python_blocks(page)):
+        exec(compile(code, f"{page.name}, block {index + 1}", "exec"), scope)
+    printed = capsys.readouterr().out
+    assert "None" not in printed
+
+
+def test_there_are_pages_with_python():
+    assert sum(len(python_blocks(page)) for page in PAGES) >= 12
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_link_has_its_target(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        name, _, anchor = target.partition("#")
+        assert not target.startswith("http"), "the docs are read offline"
+        linked = page.parent / name if name else page
+        assert linked.is_file(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.M)
+            assert anchor in {re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-")) for heading in headings}
+
+
+def test_every_page_is_linked_from_the_index():
+    linked = set(re.findall(r"\((\w[\w-]*\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+    assert linked == {page.name for page in PAGES} - {"index.md"}
+
+
+def test_every_command_exists():
+    from labkit.cli import app
+
+    known = {command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands}
+    known |= {group.name for group in app.registered_groups}
+    named = {name for page in PAGES for name in re.findall(r"`labkit ([a-z-]+)", page.read_text())}
+    assert named <= known
+
+
+def test_every_error_class_has_its_section():
+    text = (ROOT / "docs" / "errors.md").read_text()
+    classes = [name for name, entry in inspect.getmembers(errors, inspect.isclass) if issubclass(entry, Exception)]
+    assert {name for name in classes if f"\n## {name}\n" not in text} == set()
+
+
+def test_the_knob_reference_is_that_of_the_code():
+    place = ROOT / "tools" / "make_knob_reference.py"
+    loaded = importlib.util.spec_from_file_location("make_knob_reference", place)
+    module = importlib.util.module_from_spec(loaded)
+    loaded.loader.exec_module(module)
+    assert (ROOT / "docs" / "knobs.md").read_text() == module.text(), "run python tools/make_knob_reference.py"
