@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
@@ -14,7 +15,7 @@ from labkit.specs.config_fields import parse_config, read_config_file
 from labkit.specs.hub_probe import hub_answers
 from labkit.specs.model_catalogue import catalogue_model, find_name, model_names
 from labkit.specs.model_config import model_from_config
-from labkit.specs.model_spec import ModelSpec
+from labkit.specs.model_spec import ModelSpec, WeightFormat
 from labkit.text import nearest, plain
 
 MAX_SAFETENSORS_HEADER_BYTES = 100 * 2**20
@@ -72,9 +73,15 @@ def _load_path(path: Path) -> ModelSpec:
 
 
 def _load_gguf(path: Path) -> ModelSpec:
+    """The file's model; its weights are as many bytes as its tensors, as engines that compute on them hold them."""
+    from labkit.specs.gguf import read_gguf
     from labkit.specs.gguf_spec import model_from_gguf
 
-    return model_from_gguf(path)
+    file = read_gguf(path)
+    num_bytes = sum(tensor.num_bytes for tensor in file.tensors.values())
+    elements = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    fmt = WeightFormat("gguf", bits=max(1, round(8 * num_bytes / max(1, elements))), unquantized=("norm",))
+    return model_from_gguf(file).replace(weights_bytes=num_bytes, weight_format=fmt)
 
 
 def _load_folder(folder: Path) -> ModelSpec:
