@@ -85,11 +85,11 @@ def _vision_tower(outer: ConfigFields) -> int:
     vision = outer.section("vision_config")
     if vision is None:
         return 0
-    names = ("hidden_size", "width", "embed_dim")
-    hidden = vision.optional_integer(*names, maximum=_MAX)
-    depth = vision.optional_integer("num_hidden_layers", "depth", "layers", maximum=4096)
+    hidden = vision.optional_integer("embed_dim", "hidden_size", "width", "vt_hidden_size", maximum=_MAX)
+    depth = vision.optional_integer("num_hidden_layers", "depth", "layers", "vt_num_hidden_layers", maximum=4096)
     if not hidden or not depth:
         return 0
-    inner = vision.integer("intermediate_size", default=4 * hidden, maximum=_MAX)
+    ratio = vision.number("mlp_ratio", default=4.0, minimum=0.0, maximum=64.0)
+    inner = vision.integer("intermediate_size", "vt_intermediate_size", default=int(ratio * hidden) or 1, maximum=_MAX)
     patch = vision.optional_integer("patch_size", maximum=1024) or 14
     return depth * (4 * hidden * hidden + 2 * hidden * inner) + 3 * patch * patch * hidden

@@ -18,8 +18,8 @@ def hub_answers(timeout_s: float = 3.0) -> bool:
         return False
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True
-    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     try:
+        address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
         port = address.port or (80 if address.scheme == "http" else 443)
         with socket.create_connection((address.hostname or "huggingface.co", port), timeout=timeout_s):
             return True
