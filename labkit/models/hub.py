@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from labkit.errors import FileFormatError
+from labkit.specs.hub_probe import hub_answers
 from labkit.text import plain
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
@@ -67,6 +68,8 @@ def _from_hub(hub_id: str) -> Path:
     if packaged is not None:
         return packaged
     try:
+        if not hub_answers():
+            raise LocalEntryNotFoundError("the hub is switched off or cannot be reached")
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise FileFormatError(
