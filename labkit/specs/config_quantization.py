@@ -47,7 +47,10 @@ def read_weight_format(fields: ConfigFields, dtype: str) -> tuple[WeightFormat, 
         if bits not in (4, 8):
             return plain_format, [note + "weights are counted unquantised"]
         kind = "int4" if bits == 4 else "int8"
-        return WeightFormat(kind, bits, 128, method=plain(method, 40)), [note + f"{bits} bits in groups of 128 assumed"]
+        group = section.integer("group_size", "q_group_size", default=128)
+        return WeightFormat(kind, bits, group, method=plain(method, 40)), [
+            note + f"{bits} bits in groups of {group} assumed"
+        ]
     found, notes = reader(section)
     return found, notes
 

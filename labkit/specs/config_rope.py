@@ -38,17 +38,22 @@ def _sections(fields: ConfigFields, family: Family) -> tuple[ConfigFields, Confi
     own = fields.section("rope_parameters")
     defaults: Mapping[str, Any] = family.defaults.get("rope_parameters") or {}
     default_full, default_sliding = _by_layer_type(ConfigFields(defaults, "the class defaults"))
+    local = fields.optional_number("rope_local_base_freq", "swa_rope_theta", minimum=1e-3)
+    theta = fields.optional_number("rope_theta", "rotary_emb_base", minimum=1e-3)
     if own is not None:
         full, sliding = _by_layer_type(own)
-        return full.with_fallback(default_full), sliding
+        full = full.with_fallback(default_full if theta is None else ConfigFields({"rope_theta": theta}, fields.where))
+        if sliding is not None and local is not None:
+            sliding = sliding.with_fallback(ConfigFields({"rope_theta": local}, fields.where))
+        elif sliding is not None and default_sliding is not None:
+            sliding = sliding.with_fallback(default_sliding.only("rope_theta"))
+        return full, sliding
     scaling = fields.section("rope_scaling")
     full = ConfigFields({}, fields.where) if scaling is None else scaling
-    theta = fields.optional_number("rope_theta", "rotary_emb_base", minimum=1e-3)
     if theta is not None:
         full = full.with_values(rope_theta=theta)
     keeps_default_kind = scaling is None and theta is None
     kept = default_full if keeps_default_kind else default_full.only("rope_theta", "partial_rotary_factor")
-    local = fields.optional_number("rope_local_base_freq", "swa_rope_theta", minimum=1e-3)
     if local is not None:
         return full.with_fallback(kept), ConfigFields({"rope_theta": local}, fields.where)
     return full.with_fallback(kept), default_sliding

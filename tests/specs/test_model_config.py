@@ -86,9 +86,11 @@ def test_two_ropes_by_kind_of_layer():
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     base = {"model_type": "gemma3_text", "sliding_window": 64, "num_hidden_layers": 6}
+    mixed = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
     new = make(**base, rope_parameters=nested)
+    both = make(**base, rope_parameters=mixed, rope_theta=1e6, rope_local_base_freq=1e4)
     old = make(**base, rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling={"rope_type": "linear", "factor": 8.0})
-    for spec in (new, old):
+    for spec in (new, old, both):
         assert (spec.rope.theta, spec.rope.kind) == (1e6, "linear")
         assert spec.rope_local is not None
         assert (spec.rope_local.theta, spec.rope_local.kind) == (1e4, "default")
@@ -131,6 +133,7 @@ def test_unknown_rope_is_said():
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, "nvfp4", 4, 16, False),
         ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}, "fp8", 8, -1, False),
         ({"quant_method": "magic", "bits": 4}, "int4", 4, 128, False),
+        ({"bits": 4, "group_size": 64}, "int4", 4, 64, False),
         ({"quant_method": "magic"}, "16bit", 16, 0, False),
     ],
 )
