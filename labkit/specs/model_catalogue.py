@@ -54,8 +54,9 @@ def find_name(name: str) -> str | None:
     wanted = name.casefold().strip("/")
     by_name: dict[str, str] = {}
     for full, entry in _entries().items():
-        for alias in (full, full.rpartition("/")[2], *entry.get("aliases", ())):
+        for alias in (full, *entry.get("aliases", ())):
             by_name.setdefault(alias.casefold(), full)
+            by_name.setdefault(alias.rpartition("/")[2].casefold(), full)
     return by_name.get(wanted)
 
 

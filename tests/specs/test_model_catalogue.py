@@ -84,6 +84,22 @@ def test_names_in_any_spelling(spelling):
     assert find_name(spelling) == "Qwen/Qwen3-8B"
 
 
+def test_aliases_mean_models_of_the_same_shape():
+    assert load_model("Llama-3.3-70B-Instruct") is load_model("meta-llama/Llama-3.1-70B-Instruct")
+    assert load_model("deepseek-ai/DeepSeek-R1").name == "deepseek-ai/DeepSeek-V3"
+    every = [name for entry in CATALOGUE["models"].values() for name in entry.get("aliases", ())]
+    assert len(every) == len(set(every))
+    assert not set(every) & set(CATALOGUE["models"])
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Qwen/Qwen3.5-397B-A17B", 397), ("zai-org/GLM-4.5-Air", 106), ("moonshotai/Kimi-K2.5", 1030)],
+)
+def test_counts_that_only_the_name_or_the_card_states(name, billions):
+    assert count_parameters(load_model(name)) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
 def test_unknown_name_names_the_nearest(monkeypatch):
     with pytest.raises(UnknownNameError) as caught:
         load_model("Qwen/Qwen3-9B")
