@@ -152,7 +152,8 @@ class LabSession:
             self._cancel.clear()
             config = self._config(config, changes)
             job = self._job(config, workload, options, tell)
-            return self._carry_out(job, name or name_of(config), keep, tell)
+            log = _RunLog(self.store if keep else None, _blank_record(job, config, name or name_of(config)), tell)
+            return self._carry_out(job, log, self._records if keep else [], tell)
         except LabkitError as error:
             tell(error_event(error))
             raise
@@ -200,9 +201,7 @@ class LabSession:
             raise _does_not_fit(plan)
         return RunJob(plan, workload, self.source, options or RunOptions())
 
-    def _carry_out(self, job: RunJob, name: str, keep: bool, tell: OnEvent) -> RunRecord:
-        log = _RunLog(self.store if keep else None, self._blank_record(job, name), tell)
-        ended = self._records if keep else []
+    def _carry_out(self, job: RunJob, log: _RunLog, ended: list[RunRecord], tell: OnEvent) -> RunRecord:
         try:
             answer = self._runner.run(job, tell, log.add, self._cancel)
         except CancelledError:
@@ -221,32 +220,33 @@ class LabSession:
         tell({"type": "done", "run_id": record.run_id, "status": record.status, "name": record.name})
         return record
 
-    def _blank_record(self, job: RunJob, name: str) -> RunRecord:
-        now = datetime.now(UTC)
-        workload, options = job.workload, job.options
-        return RunRecord(
-            run_id=f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}",
-            name=name,
-            created=now.isoformat(timespec="seconds").replace("+00:00", "Z"),
-            status="running",
-            config=job.plan.config,
-            model=job.plan.model,
-            gpu=job.plan.gpu,
-            workload={
-                "name": workload.name,
-                "source": workload.source,
-                "licence": workload.licence,
-                "steps": tuple(workload.steps),
-                "seed": workload.seed,
-                "num_requests": len(workload.requests),
-                **dataclasses.asdict(options),
-            },
-            plan=job.plan,
-            seed=options.seed,
-        )
-
     def _l2_card(self) -> GpuSpec:
         return load_gpu(L2_CARD) if self.gpu.is_cpu else self.gpu
+
+
+def _blank_record(job: RunJob, config: EngineConfig, name: str) -> RunRecord:
+    now = datetime.now(UTC)
+    workload, options = job.workload, job.options
+    return RunRecord(
+        run_id=f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}",
+        name=name,
+        created=now.isoformat(timespec="seconds").replace("+00:00", "Z"),
+        status="running",
+        config=config,
+        model=job.plan.model,
+        gpu=job.plan.gpu,
+        workload={
+            "name": workload.name,
+            "source": workload.source,
+            "licence": workload.licence,
+            "steps": tuple(workload.steps),
+            "seed": workload.seed,
+            "num_requests": len(workload.requests),
+            **dataclasses.asdict(options),
+        },
+        plan=job.plan,
+        seed=options.seed,
+    )
 
 
 def _default_config(gpu: GpuSpec) -> EngineConfig:

@@ -90,6 +90,7 @@ class RunRecord:
         run_id: unique in a store; made by the caller, so that equal inputs can give equal bytes.
         name: what a person calls it, from what changed ("fp8 KV, block 32"); text from outside.
         created: ISO 8601 time, given by the caller.
+        config: the settings as asked for; `plan.config` has every None resolved.
         origin: "measured" for a real engine, "simulated" for a virtual one.
         workload: name, source, licence, steps, seed and count of requests of the `Workload`.
         versions: package → version; machine facts under "machine".
