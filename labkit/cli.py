@@ -18,7 +18,7 @@ import typer
 from labkit import format as shown
 from labkit.errors import LabkitError
 from labkit.specs.engine_config import EngineConfig, Knob
-from labkit.terminal import ProgressLine, out, show_record, show_table, warn
+from labkit.terminal import ProgressLine, out, show_json, show_plan, show_record, show_summary, show_table, warn
 
 app = typer.Typer(
     help="labkit: a laboratory for the memory of LLM serving.",
@@ -40,6 +40,7 @@ MaxInput = Annotated[int | None, typer.Option("--max-input-tokens", help="Clip p
 MaxOutput = Annotated[int | None, typer.Option("--max-output-tokens", help="Clip outputs to this length.", min=1)]
 Store = Annotated[str | None, typer.Option("--store", help="File or SQLAlchemy URL of the run store.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Vllm = Annotated[str, typer.Option("--vllm", help="vLLM's version, 0.6 to 0.33.")]
 Results = Annotated[Path, typer.Option("--out", help="Results file.")]
 
 
@@ -85,6 +86,37 @@ def _option(knob: Knob) -> Any:
 
 @app.command()
 @takes_knobs
+def plan(
+    knobs: dict[str, Any],
+    model: Model = DEFAULT_MODEL,
+    gpu: Gpu = "auto",
+    num_gpus: Annotated[int | None, typer.Option(help="Cards; alone it means tensor parallelism.", min=1)] = None,
+    vllm: Vllm = "0.33.0",
+    engine: Annotated[str, typer.Option(help="Whose rules: vllm, labkit or sglang.")] = "vllm",
+    total_gib: Annotated[float | None, typer.Option(help="The card's total as CUDA reports it [GiB].")] = None,
+    free_gib: Annotated[float | None, typer.Option(help="Free on the card at start [GiB].")] = None,
+    available_kv_gib: Annotated[float | None, typer.Option(help="KV memory that a log states [GiB].")] = None,
+    weights_gib: Annotated[float | None, typer.Option(help="Weights of one rank [GiB].")] = None,
+    log: Annotated[Path | None, typer.Option(help="A start-up log of the host, for its own constants.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a configuration means for memory: parts, KV tokens, what fits, which limit binds, and why."""
+    from labkit.memory.logs import read_log
+    from labkit.memory.machine import answers_json, plan_json, question_for
+
+    question = question_for(
+        model, gpu, knobs, num_gpus=num_gpus, engine=engine, vllm=vllm, total_gib=total_gib, free_gib=free_gib,
+        available_kv_gib=available_kv_gib, weights_gib=weights_gib, calibration=read_log(log) if log else None,
+    )  # fmt: skip
+    found = question.plan()
+    if as_json:
+        show_json({**plan_json(found), **answers_json(question)})
+    else:
+        show_plan(found)
+
+
+@app.command()
+@takes_knobs
 def run(
     knobs: dict[str, Any],
     model: Model = DEFAULT_MODEL,
@@ -118,7 +150,7 @@ def tune(
     workload: Trace = DEFAULT_TRACE,
     budget_s: Annotated[float, typer.Option(help="Time for the runs [s].", min=5)] = 120.0,
     out_file: Annotated[Path, typer.Option("--out", help="The report.")] = Path("tuning-report.html"),
-    vllm: Annotated[str, typer.Option("--vllm", help="Version for which the command is written.")] = "0.33.0",
+    vllm: Vllm = "0.33.0",
     store: Store = None,
     demo: Annotated[bool, typer.Option("--demo", help="A short session on the CPU with SmolLM2-135M.")] = False,
 ) -> None:
@@ -130,7 +162,8 @@ def tune(
     with ProgressLine() as progress:
         result = tune_session(**options, out=out_file, engine_version=vllm, store=store, on_event=progress)
     out(result.recommendation.sentence)
-    out(f"  {result.recommendation.command}")
+    for line in result.recommendation.command.splitlines():
+        out(line)
     out(f"report: {result.report_path.resolve()}")
 
 
@@ -215,10 +248,25 @@ def traces() -> None:
     )
 
 
-def show_summary(results: dict[str, Any], path: Path) -> None:
-    """Print the `summary` of a results file that was just written."""
-    rows = []
-    for name, entry in results["summary"].items():
-        bound = f"≥ {entry['at_least']}" if "at_least" in entry else f"≤ {entry.get('at_most', '')}"
-        rows.append([name, str(entry["value"]), bound, "met" if entry["ok"] else "missed"])
-    show_table(f"{path}", ["number", "value", "bar", ""], rows)
+@bench_app.command("engine")
+def bench_engine_command(path: Results = Path("results/engine-cpu.json"), rounds: int = 3) -> None:
+    """The CPU engine against transformers, same weights, one thread, one run."""
+    from labkit.engine.bench import bench_engine
+
+    show_summary(bench_engine(path, rounds=rounds, on_progress=out), path)
+
+
+@bench_app.command("planner")
+def bench_planner_command(path: Results = Path("results/planner.json")) -> None:
+    """The planner against vLLM's own planner, public reports and real start-ups."""
+    from labkit.memory.planner_bench import bench_planner
+
+    show_summary(bench_planner(path), path)
+
+
+@bench_app.command("panel")
+def bench_panel_command(path: Results = Path("results/panel.json")) -> None:
+    """From a knob's change to the redrawn memory bar."""
+    from labkit.widgets.bench import bench_panel
+
+    show_summary(bench_panel(path), path)

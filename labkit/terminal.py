@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,7 @@ from labkit.text import plain
 
 if TYPE_CHECKING:
     from labkit.measure.run_record import RunRecord
+    from labkit.memory.records import MemoryPlan
 
 QUIET_S = 5.0
 
@@ -39,6 +43,44 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     for row in rows:
         table.add_row(*(Text(plain(cell)) for cell in row))
     Console(highlight=False).print(table)
+
+
+def show_json(value: Any) -> None:
+    """Print one JSON document, and nothing else, to standard output."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def show_plan(plan: MemoryPlan) -> None:
+    """Print a plan: the answer, the parts with their formulas, and what was assumed."""
+    from labkit.memory.records import PART_TITLES
+
+    out(f"{plan.model.name} on {plan.gpu.name}, {plan.engine} {plan.engine_version}: {plan.verdict}")
+    tokens = f"{shown.count(plan.kv_cache_tokens)} tokens of KV"
+    requests = f"{shown.number(plan.max_concurrency)} requests of {shown.count(plan.config.max_model_len)}"
+    out(f"  {tokens} = {requests}; longest that fits {shown.count(plan.max_model_len_that_fits)} tokens")
+    out(f"  binds: {plan.binding_limit}")
+    parts, errors = plan.breakdown.parts(), plan.breakdown.uncertainty_bytes
+    rows = [
+        [
+            PART_TITLES[part],
+            shown.memory(size),
+            f"± {shown.memory(errors[part])}" if part in errors else "",
+            plan.formulas.get(part, ""),
+        ]
+        for part, size in parts.items()
+    ]
+    show_table(f"Memory of {shown.memory(plan.breakdown.total_bytes)}, predicted", ["part", "size", "", "how"], rows)
+    for note in plan.notes:
+        out(f"note: {note}")
+
+
+def show_summary(results: Mapping[str, Any], path: Path) -> None:
+    """Print the `summary` of a results file that was just written."""
+    rows = []
+    for name, entry in results["summary"].items():
+        bar = f"≥ {entry['at_least']}" if "at_least" in entry else f"≤ {entry['at_most']}"
+        rows.append([name, shown.number(entry["value"]), bar, "met" if entry["ok"] else "missed"])
+    show_table(str(path), ["number", "value", "bar", ""], rows)
 
 
 def show_record(record: RunRecord) -> None:
