@@ -45,8 +45,7 @@ START = Constants(
 # By construction: the logits in 16 bit and their float32 copy. A first compilation adds up to 0.25 GiB to some rows
 # (notes/h200-baselines.md), which a free constant would absorb.
 SECOND_RUNNER_SAMPLER_BYTES = 6.0
-# Rounding of two printed decimals decides nothing below this.
-_STEP_SHRINK, _ROUNDS = 0.5, 12
+_NEWTON_STEPS, _NUDGE = 4, 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,25 +121,34 @@ def _fit_graphs(runs: Sequence[Run]) -> tuple[float, float, float]:
 
 
 def _search(start: Constants, names: Sequence[str], runs: Sequence[Run]) -> Constants:
-    """Coordinate search for the least mean absolute error of the activation peak."""
-    best, step = start, 0.2
+    """Least absolute error of the activation peak, by Newton steps on its linear pieces.
+
+    The peak is the larger of two linear functions of the constants; each step fits the pieces that are the larger
+    ones at the constants so far, by reweighted least squares.
+    """
+    best = start
     if not runs:
         return best
-
-    def loss(constants: Constants) -> float:
-        return sum(abs(predicted_activation(run, constants) - run.activation_gib) for run in runs)
-
-    least = loss(best)
-    for _ in range(_ROUNDS):
+    observed = np.array([run.activation_gib for run in runs])
+    for _ in range(_NEWTON_STEPS):
+        base = np.array([predicted_activation(run, best) for run in runs])
+        columns = []
         for name in names:
-            value = getattr(best, name)
-            for candidate in (value * (1 - step), value * (1 + step)):
-                tried = dataclasses.replace(best, **{name: round(candidate, 3)})
-                error = loss(tried)
-                if error < least:
-                    best, least = tried, error
-        step *= _STEP_SHRINK + 0.2
+            moved = dataclasses.replace(best, **{name: getattr(best, name) * (1 + _NUDGE)})
+            columns.append((np.array([predicted_activation(run, moved) for run in runs]) - base) / _NUDGE)
+        shares = _least_absolute(np.stack(columns, axis=1), observed - base)
+        values = [round(getattr(best, name) * (1 + share), 3) for name, share in zip(names, shares, strict=True)]
+        best = dataclasses.replace(best, **dict(zip(names, values, strict=True)))
     return best
+
+
+def _least_absolute(features: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The coefficients with the least sum of absolute errors."""
+    found = np.zeros(features.shape[1])
+    for _ in range(50):
+        weights = 1 / np.sqrt(np.abs(features @ found - wanted) + 1e-4)
+        found = np.linalg.lstsq(features * weights[:, None], wanted * weights, rcond=None)[0]
+    return found
 
 
 def cross_validate(runs: Sequence[Run], group: Callable[[Run], str]) -> list[tuple[Run, Constants]]:

@@ -19,7 +19,7 @@ from labkit.memory.weights import (
     stage_weights_bytes,
     weight_format,
 )
-from labkit.specs.model_catalogue import catalogue_model, model_names
+from labkit.specs.model_catalogue import catalogue_model
 from labkit.specs.model_loading import load_model
 from labkit.specs.model_spec import LayerSpec, ModelSpec, MoeSpec, WeightFormat
 
@@ -34,7 +34,7 @@ def whole(model):
     return StageLayers(0, model.num_layers, model.num_layers)
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", FACTS)
 def test_parameters_of_the_catalogue_are_those_that_transformers_counts(name):
     assert count_parameters(catalogue_model(name)) == FACTS[name]
 

@@ -1,0 +1,102 @@
+"""Rules by version: what is said to change, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from labkit.errors import OutOfRangeError
+from labkit.memory import Overrides, plan, vllm_rules
+from labkit.memory.rules import parse_version
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.gpu_spec import GpuSpec
+from labkit.specs.model_catalogue import catalogue_model
+
+GIB = 2**30
+H100 = GpuSpec("H100 SXM", round(79.19 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("0.19.0", (0, 19, 0)), ("v0.6.4.post1", (0, 6, 4)), ("0.11", (0, 11, 0)), ("0.19.1rc1", (0, 19, 1))],
+)
+def test_versions_are_read(text, numbers):
+    assert parse_version(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["", "newest", "-1", "ν0.3"])
+def test_what_is_no_version_is_refused(text):
+    with pytest.raises(OutOfRangeError) as refused:
+        parse_version(text)
+    assert refused.value.works == "0.33.0"
+
+
+def test_every_minor_version_of_the_range_is_known():
+    for minor in range(6, 34):
+        assert vllm_rules(f"0.{minor}.0").note is None
+    assert vllm_rules("0.5.3").is_older_than_known
+    assert "0.6.0" in vllm_rules("0.5.3").note
+    assert "0.33.0" in vllm_rules("0.40.0").note
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("utilization", ("0.20.1", 0.9), ("0.21.0", 0.92)),  # case D02
+        ("graphs_in_budget", ("0.20.1", "none"), ("0.21.0", "runner1")),  # issue 45178
+        ("printed_tokens", ("0.20.0", "groups"), ("0.21.0", "concurrency")),  # case D15
+        ("batches_in_flight", ("0.25.1", 1), ("0.26.0", 2)),  # case N35
+        ("charges_others", ("0.8.0", True), ("0.10.0", False)),  # case D03
+    ],
+)
+def test_when_a_rule_changed(name, before, after):
+    for version, value in (before, after):
+        assert getattr(vllm_rules(version), name) == value
+
+
+def test_graphs_move_into_the_budget_with_0_21():
+    model = catalogue_model("Qwen/Qwen3-30B-A3B")
+    config = EngineConfig(max_model_len=8192)
+    pools = [
+        plan(model, H100, config, engine="vllm", engine_version=version).details["ranks"][0]["available_kv_bytes"]
+        for version in ("0.20.0", "0.21.0")
+    ]
+    eager = plan(model, H100, config.replace(enforce_eager=True), engine="vllm", engine_version="0.21.0")
+    assert pools[0] > pools[1]
+    assert eager.details["ranks"][0]["available_kv_bytes"] == pools[0]
+
+
+def test_the_second_runner_samples_in_less_memory():
+    qwen, moe = catalogue_model("Qwen/Qwen3-8B"), catalogue_model("Qwen/Qwen3-30B-A3B")
+    assert [vllm_rules("0.25.1").model_runner(model) for model in (qwen, moe)] == [2, 1]
+    assert vllm_rules("0.30.0").model_runner(moe) == 2
+    assert vllm_rules("0.33.0").model_runner(catalogue_model("Qwen/Qwen3-Embedding-0.6B")) == 1
+    peaks = [
+        plan(qwen, H100, EngineConfig(max_model_len=8192), engine="vllm", engine_version=version).breakdown
+        for version in ("0.19.0", "0.25.1")
+    ]
+    assert peaks[0].activation_bytes > 1.5 * peaks[1].activation_bytes
+
+
+def test_an_occupied_card_is_said():
+    model = catalogue_model("Qwen/Qwen2-0.5B")
+    busy = Overrides(total_bytes=round(22.05 * GIB), free_bytes=round(19.77 * GIB))
+    config = EngineConfig(gpu_memory_utilization=0.9)
+    got = plan(model, GpuSpec("A10G", 1), config, engine="vllm", engine_version="0.10.0", overrides=busy)
+    assert (got.verdict, "more than is free" in got.binding_limit) == ("does not fit", True)
+    enough = plan(
+        model, GpuSpec("A10G", 1), config.replace(gpu_memory_utilization=0.85), engine="vllm", engine_version="0.10.0",
+        overrides=busy,
+    )  # fmt: skip
+    assert enough.verdict == "fits"
+
+
+def test_more_requests_than_state_blocks_may_not_start():
+    from labkit.memory.public_cases import case_file, case_model
+
+    case = next(case for case in case_file()["cases"] if case["id"] == "N33")
+    pool = Overrides(available_kv_bytes=round(31.24 * GIB))
+    for seqs, verdict in ((256, "fits"), (1024, "may not fit")):  # 652 blocks, case D25
+        config = EngineConfig(max_model_len=8192, max_num_seqs=seqs)
+        card = GpuSpec("H100 SXM", 400 * GIB)
+        got = plan(case_model(case), card, config, engine="vllm", engine_version="0.21.0", overrides=pool)
+        assert got.verdict == verdict
