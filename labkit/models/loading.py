@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -98,10 +99,13 @@ def _check_parallel(spec: ModelSpec, rank: int, size: int) -> None:
         raise OutOfRangeError(f"rank {rank} of {size} ranks", knob="tensor_parallel_size")
     for layer in spec.layers:
         kv_fits = layer.num_kv_heads % size == 0 or size % layer.num_kv_heads == 0
-        if layer.num_heads % size or not kv_fits or spec.intermediate_size % size:
+        width = layer.intermediate_size or spec.intermediate_size
+        if layer.num_experts and spec.moe is not None:
+            width = spec.moe.intermediate_size
+        if layer.num_heads % size or not kv_fits or width % size:
             raise OutOfRangeError(
                 f"{size} ranks do not divide {layer.num_heads} heads, {layer.num_kv_heads} KV heads and an MLP of "
-                f"{spec.intermediate_size}",
+                f"{width}",
                 knob="tensor_parallel_size",
             )
 
@@ -251,22 +255,32 @@ class _LayerLoader:
         return self._loader.norm(self._prefix + name, (self._spec.hidden_size,))
 
     def _qkv(self, kind: str, rest: tuple[int, ...]) -> torch.Tensor:
-        rows = (self._q_rows, self._k_rows, self._v_rows)
-        fused = f"{self._prefix}self_attn.qkv_proj.{kind}"
-        if self._loader.has(fused) and self._size == 1:
-            return self._loader.one(fused, (sum(rows), *rest))
-        parts = [
-            (f"{self._prefix}self_attn.{name}_proj.{kind}", (count, *rest))
-            for name, count in zip("qkv", rows, strict=True)
-        ]
-        if self._size == 1:
-            return self._loader.stack(parts)
         kv_ranks = min(self._size, self._layer.num_kv_heads)
         kv_rank = self._rank * kv_ranks // self._size
-        cuts = [(_share(rows[0], self._rank, self._size),)] + [
-            (_share(count, kv_rank, kv_ranks),) for count in rows[1:]
+        parts = [
+            ("q_proj", self._q_rows, _share(self._q_rows, self._rank, self._size)),
+            ("k_proj", self._k_rows, _share(self._k_rows, kv_rank, kv_ranks)),
+            ("v_proj", self._v_rows, _share(self._v_rows, kv_rank, kv_ranks)),
         ]
-        return self._loader.stack(parts, cuts)
+        return self._rows("self_attn.", "qkv_proj", parts, kind, rest)
+
+    def _rows(
+        self, room: str, fused: str, parts: Sequence[tuple[str, int, slice]], kind: str, rest: tuple[int, ...]
+    ) -> torch.Tensor:
+        """This rank's rows of several matrices, one after the other; stored each alone or all in one (Phi-3).
+
+        `parts` are (name, rows of the whole, rows of this rank).
+        """
+        loader, prefix = self._loader, self._prefix + room
+        if not loader.has(f"{prefix}{fused}.{kind}"):
+            named = [(f"{prefix}{name}.{kind}", (count, *rest)) for name, count, _ in parts]
+            return loader.stack(named, [(cut,) for *_, cut in parts] if self._size > 1 else [])
+        whole = (f"{prefix}{fused}.{kind}", (sum(count for _, count, _ in parts), *rest))
+        if self._size == 1:
+            return loader.stack([whole])
+        starts = accumulate([count for _, count, _ in parts], initial=0)
+        cuts = [(slice(start + cut.start, start + cut.stop),) for start, (*_, cut) in zip(starts, parts, strict=False)]
+        return loader.stack([whole] * len(parts), cuts)
 
     def _columns(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
         """A matrix whose input is divided over the ranks."""
@@ -297,27 +311,23 @@ class _LayerLoader:
         }
 
     def _gate_up(self, kind: str, width: int, rest: tuple[int, ...]) -> torch.Tensor:
-        fused = f"{self._prefix}mlp.gate_up_proj.{kind}"
-        if self._loader.has(fused) and self._size == 1:
-            return self._loader.one(fused, (2 * width, *rest))
-        names = ("gate", "up") if self._spec.gated_mlp else ("up",)
-        parts = [(f"{self._prefix}mlp.{name}_proj.{kind}", (width, *rest)) for name in names]
-        cuts = [(_share(width, self._rank, self._size),)] * len(parts) if self._size > 1 else []
-        return self._loader.stack(parts, cuts)
+        names = ("gate_proj", "up_proj") if self._spec.gated_mlp else ("up_proj",)
+        cut = _share(width, self._rank, self._size)
+        return self._rows("mlp.", "gate_up_proj", [(name, width, cut) for name in names], kind, rest)
 
     def _moe(self) -> dict[str, Any]:
-        moe, hidden, loader = self._spec.moe, self._spec.hidden_size, self._loader
-        if moe is None or self._size > 1:
-            raise OutOfRangeError("experts on more than one rank are not loaded yet", knob="tensor_parallel_size")
-        count, width = moe.num_experts, moe.intermediate_size
-        prefixes = [f"{self._prefix}mlp.experts.{index}." for index in range(count)]
-        gate_up = torch.stack([self._expert(prefix, width, hidden) for prefix in prefixes])
-        down = torch.stack([loader.one(f"{prefix}down_proj.weight", (hidden, width)) for prefix in prefixes])
-        router = loader.one(f"{self._prefix}mlp.gate.weight", (count, hidden))
-        return {"moe": MoeWeights(router, gate_up, down, moe.num_experts_per_tok)}
-
-    def _expert(self, prefix: str, width: int, hidden: int) -> torch.Tensor:
-        return self._loader.stack([(f"{prefix}{name}_proj.weight", (width, hidden)) for name in ("gate", "up")])
+        moe, hidden = self._spec.moe, self._spec.hidden_size
+        if moe is None:
+            raise FileFormatError(f"{plain(self._spec.name, 80)} has experts in a layer and does not describe them")
+        gate_up, down = [], []
+        cut = _share(moe.intermediate_size, self._rank, self._size)
+        for index in range(moe.num_experts):
+            room = f"mlp.experts.{index}."
+            parts = [(name, moe.intermediate_size, cut) for name in ("gate_proj", "up_proj")]
+            gate_up.append(self._rows(room, "gate_up_proj", parts, "weight", (hidden,)))
+            down.append(self._columns(f"{room}down_proj.weight", (hidden, moe.intermediate_size)))
+        router = self._loader.one(f"{self._prefix}mlp.gate.weight", (moe.num_experts, hidden))
+        return {"moe": MoeWeights(router, torch.stack(gate_up), torch.stack(down), moe.num_experts_per_tok)}
 
 
 def _as_is(weight: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,70 @@
+"""Weights divided over ranks give what one rank gives; the ranks are threads that sum with each other."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+import torch
+
+from labkit.errors import OutOfRangeError
+from labkit.models import DenseAttention, load_model_weights
+from labkit.specs.model_loading import load_model
+from tests.models.test_decoder_families import save_random_model
+
+
+class ThreadSum:
+    """An all-reduce between threads: each rank leaves its tensor, all read the sum."""
+
+    def __init__(self, size: int) -> None:
+        self._parts: list[torch.Tensor | None] = [None] * size
+        self._barrier = Barrier(size)
+
+    def rank(self, index: int):
+        def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+            self._parts[index] = tensor
+            self._barrier.wait(30)
+            total = torch.stack(self._parts).sum(0)
+            self._barrier.wait(30)
+            return total
+
+        return all_reduce
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "name", ["llama-biases", "llama-multi-query", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "qwen3-moe"]
+)
+def test_ranks_together_equal_one(name, size, tmp_path, one_thread):
+    save_random_model(name, tmp_path)
+    spec = load_model(tmp_path)
+    tokens = torch.arange(24)
+
+    def run(decoder) -> torch.Tensor:
+        return decoder.logits(decoder.forward(tokens, tokens, DenseAttention(spec, [24])))
+
+    expected = run(load_model_weights(spec, tmp_path, "float32"))
+    sums = ThreadSum(size)
+    decoders = [
+        load_model_weights(spec, tmp_path, "float32", tp_rank=rank, tp_size=size, all_reduce=sums.rank(rank))
+        for rank in range(size)
+    ]
+    layer = decoders[0].weights.layers[0]
+    heads, kv_heads = spec.layers[0].num_heads // size, max(1, spec.layers[0].num_kv_heads // size)
+    assert layer.qkv.shape == ((heads + 2 * kv_heads) * spec.layers[0].head_dim, 64)
+    if layer.moe is None:
+        assert layer.gate_up.shape == (2 * 96 // size, 64)
+        assert layer.down.shape == (64, 96 // size)
+    else:
+        assert layer.moe.gate_up.shape == (8, 2 * 48 // size, 64)
+    with ThreadPoolExecutor(size) as pool:
+        for logits in pool.map(run, decoders):
+            torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_sizes_that_do_not_divide_are_refused(tmp_path, one_thread):
+    save_random_model("llama", tmp_path)
+    with pytest.raises(OutOfRangeError) as caught:
+        load_model_weights(load_model(tmp_path), tmp_path, tp_size=3, all_reduce=lambda tensor: tensor)
+    assert caught.value.knob == "tensor_parallel_size"
