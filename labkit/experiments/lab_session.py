@@ -102,6 +102,11 @@ class LabSession:
         """Whether a run goes on, in whatever thread."""
         return self._running.locked()
 
+    @property
+    def worker_pid(self) -> int | None:
+        """Process id of the worker, None where none runs."""
+        return self._runner.pid
+
     def plan(self, config: EngineConfig | None = None, **changes: Any) -> MemoryPlan:
         """The memory plan on the chosen card, of `config` (the session's when None) with `changes`.
 

@@ -48,6 +48,11 @@ class OnRows(Protocol):
 class Runner(Protocol):
     """Carries out runs: a local process, or elsewhere an actor on each card."""
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of what computes, None where it is elsewhere or not running."""
+        ...
+
     def run(self, job: RunJob, on_event: OnEvent, on_rows: OnRows, cancel: threading.Event) -> RunAnswer:
         """Carry out `job`; events and rows are given out in the calling thread.
 
@@ -68,6 +73,11 @@ class LocalRunner:
         self.worker = worker
         self._loaded: tuple | None = None
         self._generation = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker, None where none runs."""
+        return self.worker.pid
 
     def run(self, job: RunJob, on_event: OnEvent, on_rows: OnRows, cancel: threading.Event) -> RunAnswer:
         """Load where that is needed, configure, run."""
