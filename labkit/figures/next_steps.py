@@ -42,11 +42,11 @@ class StepGain:
             return head + self.refused
         if self.verdict == "does not fit":
             return head + "does not fit"
-        if not self.kv_bytes and not self.kv_tokens and abs(self.requests) < 0.01:
+        if not self.kv_bytes and not self.kv_tokens and abs(self.requests) < 0.1:
             return head + "same KV"
         parts = [f"{_signed(self.kv_bytes, fmt.memory)} KV"] if self.kv_bytes else []
         parts += [f"{_signed(self.kv_tokens, fmt.count)} tokens"] if self.kv_tokens else []
-        parts += [f"{_signed(self.requests, fmt.number)} requests"] if abs(self.requests) >= 0.01 else []
+        parts += [f"{_signed(self.requests, fmt.number)} requests"] if abs(self.requests) >= 0.1 else []
         return head + ", ".join(parts)
 
 

@@ -38,7 +38,9 @@ def _num_values(records: Sequence[RunRecord], knob: str) -> int:
 
 
 def knob_axis(records: Sequence[RunRecord], knob: str | None = None) -> KnobAxis:
-    """The runs along `knob`, by default the one that varies most; by name where none varies.
+    """The runs along `knob`, by default the only one that varies; by name where none or several vary.
+
+    Runs that differ in several knobs have no common axis: two of them would stand on one value of any knob.
 
     Raises:
         UnknownNameError: `knob` is no knob.
@@ -47,7 +49,8 @@ def knob_axis(records: Sequence[RunRecord], knob: str | None = None) -> KnobAxis
     if knob is not None and knob not in known:
         close = nearest(knob, known)
         raise UnknownNameError(f"there is no knob {plain(knob, 80)!r}", works=close)
-    knob = knob or varied_knob(records)
+    varied = varied_knobs(records)
+    knob = knob or (varied[0] if len(varied) == 1 else None)
     if knob is None:
         return KnobAxis(None, "run", tuple(records), tuple(plain(record.name, 40) for record in records))
     runs = sorted(records, key=lambda record: _order(getattr(record.config, knob)))

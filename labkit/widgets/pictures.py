@@ -70,7 +70,9 @@ class Pictures:
         self.memory_caption = TextLine(classes=("lk-caption",))
         self.memory_table = DataTable(folded="parts and errors as a table")
         self.tabs = ipw.ToggleButtons(options=TABS, value=TABS[0])
-        self.view = ipw.Dropdown(options=VIEWS, value=VIEWS[0])
+        self.view = ipw.Dropdown(
+            options=VIEWS, value=VIEWS[0], description="show", style={"description_width": "initial"}
+        )
         self.view.layout.display = "none"
         self.chart = Chart()
         self.caption = TextLine(classes=("lk-caption",))

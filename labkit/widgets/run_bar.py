@@ -11,6 +11,7 @@ import ipywidgets as ipw
 
 from labkit import format as fmt
 from labkit.errors import LabkitError, OutOfRangeError
+from labkit.measure.summary import summarize
 from labkit.specs.engine_config import EngineConfig
 from labkit.text import plain
 from labkit.widgets.parts import TextLine
@@ -104,7 +105,7 @@ class RunBar:
             self.status.say(f"Cancelled; {fmt.count(steps)} steps are kept.", "warn", role="status")
         else:
             runs = "1 run" if len(outcome.records) == 1 else f"{len(outcome.records)} runs"
-            self.status.say(f"{runs} finished.", role="status")
+            self.status.say(f"{runs} finished{_numbers(outcome)}.", role="status")
 
     def show_command(self, make: Callable[[], str]) -> None:
         """The command in a line that can be copied; or why there is none."""
@@ -135,6 +136,14 @@ class RunBar:
             self.command_line.say(f"No report: {type(error).__name__}: {plain(error, 200)}", "bad")
         else:
             self.command_line.say(f"Report written: {path}", copy=str(path))
+
+
+def _numbers(outcome: Outcome) -> str:
+    if len(outcome.records) != 1:
+        return ""
+    numbers = summarize(outcome.records[0])
+    first = f", first token {fmt.duration(numbers.ttft_s.p95)} at p95" if numbers.ttft_s else ""
+    return f" in {fmt.duration(numbers.duration_s)}: {fmt.rate(numbers.output_tokens_per_s)}{first}"
 
 
 def _value(kind: type, word: str) -> Any:

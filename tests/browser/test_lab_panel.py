@@ -1,0 +1,150 @@
+"""The panel in real JupyterLab: the way through it on a real model, then looks, keyboard and names on a made-up one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.browser.conftest import make_notebook, open_notebook, run_all
+
+ROOT = Path(__file__).resolve().parents[2]
+
+MEMORY_TOTAL = """() => {
+  const plot = document.querySelectorAll('.lk-plot')[0];
+  if (!plot || !plot.data) return 0;
+  return plot.data.reduce((sum, trace) => sum + trace.x[0], 0);
+}"""
+CHART_POINTS = "() => document.querySelectorAll('.lk-plot')[1]?.data?.[0]?.x?.length || 0"
+FAKE = """
+from tests.figures.samples import HOSTILE, sample_model, state_records
+from tests.widgets.fake_session import FakeSession
+from labkit.widgets import Panel
+"""
+
+
+@pytest.fixture
+def fresh_lab(lab):
+    lab.end_sessions()
+    yield lab
+    lab.end_sessions()
+
+
+def wait_for_plots(page, count: int = 2) -> None:
+    page.wait_for_function(f"() => document.querySelectorAll('.lk-plot .main-svg').length >= {count}", timeout=60_000)
+
+
+def press_run(page) -> None:
+    page.locator(".lk-panel .jupyter-button").filter(has_text="Run").first.click()
+
+
+def open_fake(chromium, lab, call: str, **options):
+    make_notebook(lab.folder / "fake.ipynb", f"{FAKE}\npanel = {call}\npanel")
+    watched = open_notebook(chromium, lab, "fake.ipynb", **options)
+    run_all(watched)
+    wait_for_plots(watched.page)
+    return watched
+
+
+@pytest.mark.usefixtures("smollm2_gguf")
+def test_the_way_through_the_quickstart(chromium, fresh_lab):
+    """Open, run all, turn a knob, see the plan redrawn, run, see the chart grow, cancel, reload, still see it."""
+    shutil.copy(ROOT / "notebooks" / "01-quickstart.ipynb", fresh_lab.folder / "quickstart.ipynb")
+    watched = open_notebook(chromium, fresh_lab, "quickstart.ipynb")
+    page = watched.page
+    run_all(watched)
+    wait_for_plots(page)
+    assert page.evaluate(MEMORY_TOTAL) == pytest.approx(2.0, abs=0.01)
+    assert page.locator(".lk-answer .lk-words").inner_text().startswith("Fits: ")
+
+    box = page.get_by_label("cpu_memory_gib in GiB")
+    box.fill("1.5")
+    box.press("Tab")
+    page.wait_for_function(f"() => Math.abs(({MEMORY_TOTAL})() - 1.5) < 0.01", timeout=10_000)
+
+    press_run(page)
+    page.wait_for_function(f"() => ({CHART_POINTS})() >= 1", timeout=60_000)
+    before = page.evaluate(CHART_POINTS)
+    page.wait_for_function(f"() => ({CHART_POINTS})() > {before}", timeout=60_000)
+    page.locator(".lk-panel .jupyter-button").filter(has_text="Cancel").click()
+    page.get_by_text("Cancelled; ").wait_for(timeout=20_000)
+    assert page.locator(".lk-runs tbody tr").count() == 1
+    assert "cancelled" in page.locator(".lk-runs tbody tr").inner_text()
+
+    points = page.evaluate(CHART_POINTS)
+    page.evaluate("() => globalThis.jupyterapp.commands.execute('docmanager:save')")
+    page.wait_for_function("() => !globalThis.jupyterapp.shell.currentWidget.context.model.dirty", timeout=10_000)
+    page.reload()
+    wait_for_plots(page)
+    page.wait_for_function(f"() => Math.abs(({MEMORY_TOTAL})() - 1.5) < 0.01", timeout=20_000)
+    assert page.evaluate(CHART_POINTS) == points
+    assert watched.foreign == []
+    assert watched.errors == []
+
+
+WIDTHS = """() => {
+  const panel = document.querySelector('.lk-panel');
+  const visible = (element) => element.clientWidth > 0 && !element.closest('.lk-scroll');
+  const cut = [...panel.querySelectorAll('.lk-text, .lk-knob, .lk-bar, .lk-column, .lk-chart, .jupyter-button')]
+    .filter((element) => visible(element) && element.scrollWidth > element.clientWidth + 1);
+  return {over: panel.scrollWidth - panel.clientWidth, cut: cut.map((element) => element.className)};
+}"""
+UNNAMED = """() => {
+  const panel = document.querySelector('.lk-panel');
+  const name = (element) => element.getAttribute('aria-label') || element.labels?.[0]?.innerText
+    || (element.tagName === 'BUTTON' ? element.innerText.trim() : '');
+  const controls = panel.querySelectorAll('button, input, select, textarea, progress, [role=img]');
+  return [...controls].filter((element) => !name(element)).map((element) => element.outerHTML.slice(0, 120));
+}"""
+LOOKS = """() => {
+  const words = document.querySelector('.lk-answer .lk-words');
+  const chart = document.querySelector('.lk-plot .xtitle');
+  return [getComputedStyle(words).color, getComputedStyle(chart).fill];
+}"""
+
+
+def test_widths_themes_names_and_hostile_text(chromium, fresh_lab):
+    call = "Panel(FakeSession(model=sample_model(HOSTILE), records=[r for r in state_records().values() if r]))"
+    watched = open_fake(chromium, fresh_lab, call, height=1400)
+    page = watched.page
+    page.evaluate("() => globalThis.jupyterapp.shell.collapseLeft()")
+    for width in (1440, 1024, 640):
+        page.set_viewport_size({"width": width, "height": 1400})
+        page.wait_for_timeout(700)
+        assert page.evaluate(WIDTHS) == {"over": 0, "cut": []}, width
+    for tab in ("Throughput and latency", "L2 and bandwidth", "KV over time", "Blocks", "Requests"):
+        page.locator(".widget-toggle-button").filter(has_text=tab).click()
+        page.wait_for_timeout(250)
+    assert page.evaluate(UNNAMED) == []
+    assert page.locator(".lk-panel img").count() == 0
+    assert "<img src=x onerror=alert(1)>" in page.locator(".lk-answer .lk-heading").inner_text()
+
+    light = page.evaluate(LOOKS)
+    page.evaluate("() => globalThis.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
+    page.wait_for_function(f"(light) => ({LOOKS})().every((color, at) => color !== light[at])", arg=light)
+    page.evaluate("() => globalThis.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
+    assert watched.foreign == []
+    assert watched.errors == []
+
+
+def test_set_run_and_pin_by_keyboard_alone(chromium, fresh_lab):
+    watched = open_fake(chromium, fresh_lab, "Panel(FakeSession(pause_s=0.01))")
+    page = watched.page
+    focus = "() => document.activeElement.innerText || document.activeElement.getAttribute('aria-label') || ''"
+    page.get_by_label("block_size in tokens").focus()
+    page.keyboard.press("ArrowUp")
+    page.wait_for_function("() => document.querySelector('[aria-label=\"block_size in tokens\"]').value === '32'")
+    for _ in range(40):
+        page.keyboard.press("Shift+Tab")
+        if page.evaluate(focus).strip() == "Run":
+            break
+    page.keyboard.press("Enter")
+    page.get_by_text("1 run finished").wait_for(timeout=20_000)
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        if page.evaluate(focus).strip() == "Pin as baseline":
+            break
+    page.keyboard.press("Enter")
+    page.locator(".lk-runs tr.lk-pinned").wait_for(timeout=5_000)
+    assert watched.errors == []
