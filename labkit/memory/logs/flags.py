@@ -16,7 +16,7 @@ _OTHER_NAMES = {
     "device_memory_utilization": "gpu_memory_utilization",
 }  # fmt: skip
 _PAIR = re.compile(r"['\"]?\b([a-z_]{2,40})['\"]?[=:] ?['\"]?([A-Za-z0-9_.,+-]{1,80})")
-_OPTION = re.compile(r"--?([A-Za-z-]{2,48})(?:[= ]([^\s'\",\\]{1,120}))?")
+_OPTION = re.compile(r"--?([A-Za-z-]{2,48})(?:[= ]([^\s'\",\\-][^\s'\",\\]{0,119}))?")
 _MODEL = re.compile(r"model(?:_tag)?['\"]?[=:] ?['\"]([^'\"\s]{1,200})['\"]")
 _SERVE = re.compile(r"vllm serve ([^\s-][^\s]{0,199})")
 _SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,4})?)([kKmMgG])")
