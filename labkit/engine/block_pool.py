@@ -47,6 +47,15 @@ class BlockKey:
             mine, other = mine.parent, other.parent
         return True
 
+    def follows(self, parent: BlockKey | None, token_ids: tuple[int, ...]) -> bool:
+        """Whether this is the block of `token_ids` after `parent`; one comparison where the chain is the same object,
+        as it is but where two requests computed the same beginning side by side."""
+        if self.token_ids != token_ids:
+            return False
+        if self.parent is None or parent is None:
+            return self.parent is parent
+        return self.parent.same_content(parent)
+
 
 class BlockPool:
     """Reference counts, prefix cache and free blocks of one KV pool.
@@ -163,12 +172,15 @@ class BlockPool:
 
     def find_prefix(self, keys: Iterable[BlockKey]) -> list[int]:
         """Blocks of the longest run of `keys`, from the first one, that are in the pool."""
-        found = []
+        found: list[int] = []
+        parent: BlockKey | None = None
         for key in keys:
-            block_id = self.find(key)
-            if block_id is None:
+            block_id = self._block_by_hash.get(key.hash)
+            candidate = None if block_id is None else self._keys[block_id]
+            if block_id is None or candidate is None or not candidate.follows(parent, key.token_ids):
                 break
             found.append(block_id)
+            parent = candidate
         return found
 
     def register(self, block_id: int, key: BlockKey) -> None:

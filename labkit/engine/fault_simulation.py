@@ -105,11 +105,12 @@ class _Life:
         self.tally = _Tally()
         self.log = hashlib.sha256()
         self.fault_rate = self.random.choice((0.0, 0.01, 0.05))
-        self.collides = self.random.random() < 0.2
+        self.collisions = self.random.choice(("none", "none", "none", "all", "parents"))
         self.faulted = False
         self.requests: dict[int, EngineRequest] = {}
         self.unadvanced: dict[int, int] = {}
         self.prefixes = [self._tokens(self.random.randint(1, 80)) for _ in range(3)]
+        self.last_prompt = self._tokens(8)
         plan = self._plan()
         self.executor = VirtualExecutor(plan)
         self.executor.before_step = self.executor.half_way = self._maybe_raise
@@ -214,16 +215,26 @@ class _Life:
         return bare_plan(virtual_model(), config, num_blocks, rng.choice((0, rng.randint(1, num_blocks), num_blocks)))
 
     def _hash_function(self) -> HashFunction:
-        """One hash for all content in some lives: tokens must not change."""
-        return (lambda parent, token_ids: b"same") if self.collides else block_hash
+        """In some lives all content has one hash, or content is hashed without what is before it: tokens must not
+        change."""
+        if self.collisions == "all":
+            return lambda parent, token_ids: b"same"
+        if self.collisions == "parents":
+            return lambda parent, token_ids: block_hash(b"", token_ids)
+        return block_hash
 
     def _tokens(self, count: int) -> tuple[int, ...]:
-        return tuple(self.random.randrange(1, VOCAB_SIZE) for _ in range(count))
+        """Few different ones in lives with collisions, so that equal blocks follow other beginnings."""
+        kinds = VOCAB_SIZE if self.collisions == "none" else 4
+        return tuple(self.random.randrange(1, kinds) for _ in range(count))
 
     def _arrive(self) -> None:
         rng = self.random
         prefix = rng.choice(self.prefixes)
         prompt = prefix[: rng.randint(0, len(prefix))] + self._tokens(rng.randint(1, rng.choice((4, 40, 120))))
+        if rng.random() < 0.15:  # a prompt that was there before, whole
+            prompt = self.last_prompt
+        self.last_prompt = prompt
         sampling = SamplingParams(max_tokens=rng.randint(1, rng.choice((4, 30, 80))), ignore_eos=rng.random() < 0.5)
         request = EngineRequest(self.tally.requests, prompt, sampling, self.executor.now_s)
         self.tally.requests += 1

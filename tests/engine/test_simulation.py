@@ -22,7 +22,7 @@ def test_two_hundred_lives_keep_every_rule():
     assert total["num_steps"] >= 100_000
     assert len(digests) > NUM_SEEDS * 0.9
     # The lives must be eventful, or the rules prove nothing.
-    assert total["num_preemptions"] > 1000
+    assert total["num_preemptions"] > 500
     assert total["num_swapped_blocks"] > 1000
     assert total["num_cached_tokens"] > 10_000
     assert total["num_faults"] > 1000
