@@ -30,16 +30,17 @@ _PACKAGED = MappingProxyType(
 )
 
 
-def find_model_files(source: str | os.PathLike[str]) -> Path:
+def find_model_files(source: str | os.PathLike[str], needed: str = "*.safetensors") -> Path:
     """The folder or .gguf file that `source` names.
 
-    A hub id is taken from the hub's cache, else from an installed package that carries it, else downloaded.
+    A hub id is taken from the hub's cache where that holds a file like `needed`, else from an installed package that
+    carries it, else downloaded.
 
     Raises:
         FileFormatError: neither a path that exists nor a hub id that is cached or reachable.
     """
     if isinstance(source, str) and source.startswith("hub:"):
-        return _from_hub(source.removeprefix("hub:"))
+        return _from_hub(source.removeprefix("hub:"), needed)
     path = Path(source).expanduser()
     try:
         if path.exists():
@@ -48,10 +49,10 @@ def find_model_files(source: str | os.PathLike[str]) -> Path:
         raise FileFormatError(f"{plain(source, 200)!r} is no path: {plain(error)}") from error
     if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
         raise FileFormatError(f"there is no {plain(source, 200)!r}", works="a folder, a .gguf file or a hub id")
-    return _from_hub(source)
+    return _from_hub(source, needed)
 
 
-def _from_hub(hub_id: str) -> Path:
+def _from_hub(hub_id: str, needed: str) -> Path:
     if not _HUB_ID.fullmatch(hub_id):
         raise FileFormatError(f"{plain(hub_id, 200)!r} is no hub id", works="owner/name")
     from huggingface_hub import snapshot_download
@@ -60,7 +61,7 @@ def _from_hub(hub_id: str) -> Path:
     patterns = list(_PATTERNS)
     try:
         cached = Path(snapshot_download(hub_id, allow_patterns=patterns, local_files_only=True))
-        if any(cached.glob("*.safetensors")):
+        if any(cached.glob(needed)):
             return cached
     except (LocalEntryNotFoundError, OSError, ValueError):
         pass

@@ -45,7 +45,8 @@ def load_model_weights(
 
     Args:
         spec: the model.
-        source: folder with safetensors, .gguf file or hub id; `spec.source` or `spec.name` when None.
+        source: folder with safetensors, .gguf file or hub id; None for where the spec came from, which for one from
+            the catalogue is the hub id.
         dtype: "float32", "float16", "bfloat16", or "auto" for the spec's.
         load_format: "auto" reads the weights, "dummy" makes random ones from `seed`.
         device: of the weights.
@@ -73,7 +74,9 @@ def _open(spec: ModelSpec, source: str | os.PathLike[str] | None, load_format: s
         return DummySource(spec, seed)
     if load_format != "auto":
         raise OutOfRangeError(f"load_format is {plain(load_format, 60)!r}", works="auto or dummy", knob="load_format")
-    path = find_model_files(source if source is not None else spec.source or spec.name)
+    if source is None:
+        source = spec.name if spec.source in ("", "catalogue") else spec.source
+    path = find_model_files(source)
     if path.is_dir():
         return SafetensorsSource(path)
     if path.suffix == ".safetensors":

@@ -134,7 +134,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
         FileFormatError: no such source, or a file that is broken or over its limit; it is named.
         UnsupportedError: a kind of vocabulary that labkit does not read from GGUF.
     """
-    path = find_model_files(source)
+    path = find_model_files(source, "tokenizer.json")
     if path.name == "tokenizer.json" or path.name == "config.json":
         path = path.parent
     return _from_folder(path) if path.is_dir() else _from_gguf(path)
