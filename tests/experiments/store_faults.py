@@ -1,7 +1,7 @@
 """Faults against the run store: kill -9 at random times, failing and torn writes; prints what was lost as JSON.
 
-`python store_faults.py kills --count 500 --seed 1` · `python store_faults.py injected --places 20`
-(the second runs under `strace -f -e inject=…:when=100`, see test_store_faults.py). Writers are forks of this
+`python store_faults.py all --count 500 --places 60 --out results/store-faults.json` does everything; `kills` only
+kills, `injected` one kind of fault, and runs under the strace of `strace_command`. Writers are forks of this
 process: the store keeps no connection between two calls, so nothing is carried over.
 """
 
@@ -14,6 +14,7 @@ import platform
 import random
 import signal
 import sqlite3
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +28,30 @@ from labkit.errors import StoreError
 from labkit.experiments.store import RunStore
 
 FIRST_FAULT = 100
+# Fault → what strace injects, and how the writer must end.
+FAULTS = {
+    "disk full": (f"pwrite64:error=ENOSPC:when={FIRST_FAULT}+", "refused"),
+    "write error": (f"pwrite64:error=EIO:when={FIRST_FAULT}", "refused"),
+    "sync error": (f"fdatasync:error=EIO:when={FIRST_FAULT}+", "refused"),
+    "power cut at a sync": (f"fdatasync:signal=SIGKILL:when={FIRST_FAULT}", "killed"),
+    "power cut at a write": (f"pwrite64:signal=SIGKILL:when={FIRST_FAULT}", "killed"),
+}
+
+
+def strace_command(inject: str) -> list[str]:
+    """strace that injects `inject` into what follows."""
+    return ["strace", "-f", "-o", os.devnull, "-e", "trace=pwrite64,fdatasync", "-e", f"inject={inject}"]
+
+
+def under_strace(fault: str, places: int) -> dict:
+    """The result of this script's `injected` mode under the strace of `fault`."""
+    script = [sys.executable, str(Path(__file__)), "injected", "--places", str(places)]
+    done = subprocess.run(
+        [*strace_command(FAULTS[fault][0]), *script], capture_output=True, text=True, timeout=600, check=False
+    )
+    if not done.stdout.startswith("{"):
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(done.stdout)
 
 
 def write_runs(path: Path, prefix: str, acknowledge, count: int = 10**9) -> None:
@@ -90,12 +115,25 @@ def fork_writer(path: Path, prefix: str, count: int = 10**9) -> tuple[int, int]:
 
 def drain(read_end: int) -> list[str]:
     """Every acknowledgement that was written whole."""
+    *lines, _cut = drain_bytes(read_end).decode().split("\n")
+    return lines
+
+
+def drain_bytes(read_end: int) -> bytes:
+    """All that is left in the pipe."""
     chunks = []
     while chunk := os.read(read_end, 1 << 16):
         chunks.append(chunk)
     os.close(read_end)
-    *lines, _cut = b"".join(chunks).decode().split("\n")
-    return lines
+    return b"".join(chunks)
+
+
+def read_lines(read_end: int, count: int) -> bytes:
+    """What the pipe gives until it has given `count` lines."""
+    data = b""
+    while data.count(b"\n") < count:
+        data += os.read(read_end, 1 << 12)
+    return data
 
 
 def kill_cycles(count: int, seed: int) -> dict:
@@ -107,10 +145,12 @@ def kill_cycles(count: int, seed: int) -> dict:
         for cycle in range(count):
             path = Path(folder) / f"runs-{cycle // 20}.sqlite3"
             pid, read_end = fork_writer(path, f"c{cycle}")
-            time.sleep(rng.uniform(0.0, 0.25))
+            # A number of operations and a moment inside the next one: as random on a busy machine as on an idle one.
+            early = read_lines(read_end, rng.randint(0, 40))
+            time.sleep(rng.uniform(0.0, 0.02))
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            acknowledged = drain(read_end)
+            *acknowledged, _cut = (early + drain_bytes(read_end)).decode().split("\n")
             num_acknowledged += len(acknowledged)
             start = time.monotonic()
             store = RunStore(path)
@@ -213,7 +253,7 @@ def _tear_unsynced_journal(path: Path, before: bytes, seed: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=("kills", "injected"))
+    parser.add_argument("mode", choices=("kills", "injected", "all"))
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--places", type=int, default=20)
@@ -221,8 +261,12 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.mode == "kills":
         result = kill_cycles(arguments.count, arguments.seed)
-    else:
+    elif arguments.mode == "injected":
         result = injected_faults(arguments.places)
+    else:
+        result = kill_cycles(arguments.count, arguments.seed)
+        result["injected"] = {fault: under_strace(fault, arguments.places) for fault in FAULTS}
+        result["problems"] += [text for found in result["injected"].values() for text in found["problems"]]
     text = json.dumps(result, indent=1)
     print(text)
     if arguments.out:

@@ -1,60 +1,37 @@
 """The run store under fire: full disk, I/O errors, power cuts, kill -9, several writers at once."""
 
-import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from example_runs import example_record
-from store_faults import drain, fork_writer, lost, write_runs
+from store_faults import FAULTS, drain, fork_writer, kill_cycles, lost, strace_command, under_strace, write_runs
 
 from labkit.experiments.store import RunStore
-
-SCRIPT = Path(__file__).with_name("store_faults.py")
-FAULTS = {
-    "disk full": ("pwrite64:error=ENOSPC:when=100+", "refused"),
-    "write error": ("pwrite64:error=EIO:when=100", "refused"),
-    "sync error": ("fdatasync:error=EIO:when=100+", "refused"),
-    "power cut at a sync": ("fdatasync:signal=SIGKILL:when=100", "killed"),
-    "power cut at a write": ("pwrite64:signal=SIGKILL:when=100", "killed"),
-}
-
-
-def run_script(*command):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.startswith("{"), done.stderr[-2000:]
-    return json.loads(done.stdout)
 
 
 def strace_works():
     if shutil.which("strace") is None:
         return False
-    probe = [*strace("/dev/null", "pwrite64:error=EIO:when=100"), "true"]
+    probe = [*strace_command(FAULTS["write error"][0]), "true"]
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
-def strace(log, inject):
-    return ["strace", "-f", "-o", str(log), "-e", "trace=pwrite64,fdatasync", "-e", f"inject={inject}"]
-
-
 @pytest.mark.parametrize("fault", FAULTS)
-def test_twenty_places_of_each_fault(fault, tmp_path):
+def test_twenty_places_of_each_fault(fault):
     if not strace_works():
         pytest.skip("strace is not installed or may not trace here: F1 to F3 need it")
-    inject, outcome = FAULTS[fault]
-    log = tmp_path / "strace.log"
-    result = run_script(*strace(log, inject), sys.executable, str(SCRIPT), "injected", "--places", "20")
+    result = under_strace(fault, places=20)
     assert result["problems"] == []
-    assert result["outcomes"] == {outcome: 20}
+    assert result["outcomes"] == {FAULTS[fault][1]: 20}
 
 
 def test_twenty_kills_lose_nothing():
-    result = run_script(sys.executable, str(SCRIPT), "kills", "--count", "20", "--seed", "5")
+    result = kill_cycles(20, seed=5)
     assert result["problems"] == []
-    assert result["acknowledged_operations"] > 100
+    assert result["acknowledged_operations"] > 200
 
 
 def test_the_checker_sees_every_kind_of_loss(store):
