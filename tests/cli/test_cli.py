@@ -1,0 +1,125 @@
+"""The command line: knobs as options, JSON alone on standard output, errors as one message without a trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from labkit import cli
+from labkit.errors import LabkitError
+from labkit.specs.engine_config import EngineConfig
+
+LLAMA = ["--model", "llama-3.1-8b-instruct", "--gpu", "H100 SXM"]
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def run_main(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `labkit …`, in this process."""
+    monkeypatch.setattr(sys, "argv", ["labkit", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    captured = capsys.readouterr()
+    return int(stopped.value.code or 0), captured.out, captured.err
+
+
+def plan_json(*arguments: str) -> dict:
+    done = run("plan", *LLAMA, *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_plan_prints_one_json_object_with_the_agreed_names():
+    found = plan_json()
+    for name in (
+        "total_gib", "budget_gib", "weights_gib", "activation_gib", "non_torch_gib", "cuda_graphs_gib", "kv_cache_gib",
+        "block_bytes", "num_gpu_blocks", "kv_cache_tokens", "max_concurrency", "max_model_len_that_fits", "verdict",
+        "binding_limit", "uncertainty",
+    ):  # fmt: skip
+        assert name in found
+
+
+def test_plan_takes_vllms_flags():
+    # 32 layers × 2 × 8 heads × 128 × 1 B × 32 tokens = 2 MiB
+    found = plan_json("--block-size", "32", "--kv-cache-dtype", "fp8", "--max-model-len", "8192", "--enforce-eager")
+    assert found["block_bytes"] == 2 * 2**20
+    assert found["cuda_graphs_gib"] == 0
+    assert found["config"]["max_model_len"] == 8192
+
+
+def test_available_kv_overrides_what_the_budget_would_leave():
+    # The golden table: 40 GiB of KV at 8,192 tokens is 20,480 blocks, 327,680 tokens, 40 requests.
+    found = plan_json("--available-kv-gib", "40", "--max-model-len", "8192")
+    assert (found["num_gpu_blocks"], found["kv_cache_tokens"], found["max_concurrency"]) == (20480, 327680, 40.0)
+
+
+def test_every_knob_is_an_option_with_its_own_help():
+    import typer.main
+
+    command = typer.main.get_command(cli.app).commands["plan"]
+    by_name = {parameter.name: parameter for parameter in command.params}
+    for knob in EngineConfig.knobs():
+        assert knob.help in by_name[knob.name].help
+        assert (knob.flag or f"--{knob.name.replace('_', '-')}") in by_name[knob.name].opts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "--gpu", "H10"], "no GPU called"),
+        (["plan", "--model", "./nothing.gguf"], "nothing.gguf"),
+        (["plan", "--model", "llama-9"], "llama-9"),
+        (["plan", "--block-size", "0"], "block_size"),
+        (["plan", "--kv-cache-dtype", "fp9"], "fp8"),
+        (["run", "--workload", "no-such-trace"], "no-such-trace"),
+        (["runs", "--store", "/proc/nowhere/runs.sqlite3"], "/proc/nowhere"),
+        (["runs", "--export-json", "no-such-run"], "no-such-run"),
+    ],
+)
+def test_bad_input_ends_in_one_message(monkeypatch, capsys, arguments, words):
+    code, out, err = run_main(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_unknown_option_names_the_nearest():
+    done = run("plan", "--blok-size", "3")
+    assert done.exit_code == 2
+    assert "--block-size" in done.output
+
+
+def test_interrupt_says_what_is_kept(monkeypatch, capsys):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 130
+    assert "kept" in capsys.readouterr().err
+
+
+def test_control_characters_of_a_message_do_not_reach_the_terminal(monkeypatch, capsys):
+    def failing() -> None:
+        raise LabkitError("a\x1b]52;c;x\x07b [red]c[/red]")
+
+    monkeypatch.setattr(cli, "app", failing)
+    with pytest.raises(SystemExit):
+        cli.main()
+    err = capsys.readouterr().err
+    assert "\x1b]" not in err
+    assert "[red]c[/red]" in err
+
+
+@pytest.mark.parametrize("command", ["models", "gpus", "traces", "runs"])
+def test_lists_print(command):
+    done = run(command)
+    assert done.exit_code == 0, done.output
+    assert len(done.stdout.splitlines()) > 3
