@@ -121,7 +121,7 @@ class Decoder:
         self._plans: tuple[_LayerPlan, ...] = ()
         self._tables: tuple[RotaryTable, ...] = ()
         self.max_positions = 0
-        self.reserve_positions(min(spec.max_position_embeddings, _FIRST_POSITIONS))
+        self.reserve_positions(_first_positions(spec))
 
     def reserve_positions(self, max_positions: int) -> None:
         """Make the rotary tables long enough for positions 0 to `max_positions - 1`; longer ones stay as they are."""
@@ -282,6 +282,15 @@ def check_supported(spec: ModelSpec) -> None:
             f"labkit's decoder does not run {spec.model_type}: it lacks {', '.join(lacks)}; its memory can be planned",
             works="Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 2, Gemma 3",
         )
+
+
+def _first_positions(spec: ModelSpec) -> int:
+    """LongRoPE's short factors hold until more positions than the model was first trained on are planned for."""
+    limits = [spec.max_position_embeddings, _FIRST_POSITIONS]
+    if spec.rope.kind in ("longrope", "su"):
+        original = dict(spec.rope.parameters).get("original_max_position_embeddings")
+        limits += [int(original)] if isinstance(original, (int, float)) and original >= 1 else []
+    return min(limits)
 
 
 def _layer_rope(spec: ModelSpec, is_sliding: bool, theta: float | None) -> RopeSpec:

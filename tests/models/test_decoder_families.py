@@ -28,6 +28,10 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_ma
 _MSCALE = {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
+    "short_factor": [1.0 + 0.05 * index for index in range(8)], "long_factor": [2.0 + index for index in range(8)],
+}  # fmt: skip
 _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -55,6 +59,10 @@ CASES = {
     "mistral": (hf.MistralConfig, {"sliding_window": None}),
     "mistral-window": (hf.MistralConfig, {"sliding_window": 7}),
     "phi3": (hf.Phi3Config, {"pad_token_id": 0, "partial_rotary_factor": 0.5}),
+    "phi3-longrope": (
+        hf.Phi3Config,
+        {"pad_token_id": 0, "original_max_position_embeddings": 32, "rope_parameters": _LONGROPE},
+    ),
     "gemma2": (hf.Gemma2Config, {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 6}),
     "gemma3": (
         hf.Gemma3TextConfig,
@@ -85,12 +93,28 @@ def test_logits_equal_transformers(name, tmp_path, one_thread):
     tokens = torch.randint(0, 128, (50,), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
         expected = model(tokens.unsqueeze(0)).logits[0]
+    decoder.reserve_positions(50)
     hidden = decoder.forward(tokens, torch.arange(50), DenseAttention(spec, [50]))
     logits = decoder.logits(hidden)
     assert logits.dtype == torch.float32
     assert expected.std() > 0.1
     assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
     assert sum(p.numel() for p in model.parameters()) * 4 == _published_bytes(decoder, spec)
+
+
+def test_longrope_is_short_until_more_positions_are_planned(tmp_path, one_thread):
+    """transformers switches by the length at hand; labkit, as vLLM, by the longest that is planned."""
+    model = save_random_model("phi3-longrope", tmp_path)
+    spec = load_model(tmp_path)
+    decoder = load_model_weights(spec, tmp_path, "float32")
+    tokens = torch.arange(32)
+    with torch.inference_mode():
+        short = model(tokens.unsqueeze(0)).logits[0]
+    before = decoder.logits(decoder.forward(tokens, tokens, DenseAttention(spec, [32])))
+    torch.testing.assert_close(before, short, atol=1e-3, rtol=1e-4)
+    decoder.reserve_positions(33)
+    after = decoder.logits(decoder.forward(tokens, tokens, DenseAttention(spec, [32])))
+    assert (after - short).abs().max() > 0.01
 
 
 def _published_bytes(decoder, spec) -> int:
