@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -255,7 +254,7 @@ def _arriving_within(workload: Workload, seconds: float) -> Workload:
 def _variants(session: Session, first: RunRecord) -> list[EngineConfig]:
     """Configurations worth a run: what the plan and the baseline's run advise, then the standard ones."""
     advised = [advice.changes for advice in advise(first.plan, session.run_plan, record=first)]
-    seen = {_key(first.config)}
+    seen = {first.plan.config}
     variants: list[EngineConfig] = []
     for changes in [*advised, *STANDARD_VARIANTS]:
         if len(variants) == MAX_VARIANTS:
@@ -267,11 +266,7 @@ def _variants(session: Session, first: RunRecord) -> list[EngineConfig]:
             plan = session.run_plan(config)
         except LabkitError:
             continue
-        if plan.verdict != "does not fit" and _key(plan.config) not in seen:
-            seen.add(_key(plan.config))
+        if plan.verdict != "does not fit" and plan.config not in seen:
+            seen.add(plan.config)
             variants.append(config)
     return variants
-
-
-def _key(config: EngineConfig) -> str:
-    return json.dumps(config.to_dict(), sort_keys=True)
