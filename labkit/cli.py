@@ -1,4 +1,4 @@
-"""The command line: `labkit plan · run · tune · report · runs · models · gpus · traces · bench`.
+"""The command line: plan, explain-log, export, run, tune, report, runs, models, gpus, traces, bench.
 
 Commands read options, call one function of a lower room and print; the knobs' options are made from `EngineConfig`,
 so command line, panel and docs share one text.
@@ -16,9 +16,19 @@ from typing import Annotated, Any
 import typer
 
 from labkit import format as shown
-from labkit.errors import LabkitError
+from labkit.errors import LabkitError, OutOfRangeError
 from labkit.specs.engine_config import EngineConfig, Knob
-from labkit.terminal import ProgressLine, out, show_json, show_plan, show_record, show_summary, show_table, warn
+from labkit.terminal import (
+    ProgressLine,
+    out,
+    show_explanation,
+    show_json,
+    show_plan,
+    show_record,
+    show_summary,
+    show_table,
+    warn,
+)
 
 app = typer.Typer(
     help="labkit: a laboratory for the memory of LLM serving.",
@@ -101,18 +111,59 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """What a configuration means for memory: parts, KV tokens, what fits, which limit binds, and why."""
-    from labkit.memory.logs import read_log
+    from labkit.memory.logs import read_log_file
     from labkit.memory.machine import answers_json, plan_json, question_for
 
     question = question_for(
         model, gpu, knobs, num_gpus=num_gpus, engine=engine, vllm=vllm, total_gib=total_gib, free_gib=free_gib,
-        available_kv_gib=available_kv_gib, weights_gib=weights_gib, calibration=read_log(log) if log else None,
+        available_kv_gib=available_kv_gib, weights_gib=weights_gib, calibration=read_log_file(log) if log else None,
     )  # fmt: skip
     found = question.plan()
     if as_json:
         show_json({**plan_json(found), **answers_json(question)})
     else:
         show_plan(found)
+
+
+@app.command("explain-log")
+def explain_log(
+    file: Annotated[Path, typer.Argument(help="vLLM's own output, from its start to the error or first request.")],
+    model: Annotated[str | None, typer.Option(help="The model, where the log's name says too little.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="The card, where its total says too little.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read a start-up or out-of-memory log: which part is off, why, and the smallest change that cures it."""
+    from labkit.memory.log_explanation import explain_log_file, explanation_json
+
+    found = explain_log_file(file, model=model, gpu=gpu)
+    if as_json:
+        show_json(explanation_json(found))
+    else:
+        show_explanation(found)
+
+
+@app.command()
+@takes_knobs
+def export(
+    knobs: dict[str, Any],
+    model: Model = DEFAULT_MODEL,
+    vllm: Vllm = "0.33.0",
+    form: Annotated[str, typer.Option("--as", help="serve, docker or compose.")] = "serve",
+    check: Annotated[bool, typer.Option(help="Ask the installed vLLM's own parser as well.")] = False,
+) -> None:
+    """The command that carries a configuration to one vLLM version: only flags that it has."""
+    from labkit.advice import export_command
+    from labkit.advice.vllm_check import check_with_vllm
+
+    command = export_command(model, EngineConfig(**knobs), vllm)
+    forms = {"serve": command.text(), "docker": command.docker, "compose": command.compose}
+    if form not in forms:
+        raise OutOfRangeError(f"--as cannot be {form!r}", works=", ".join(forms), knob="--as")
+    sys.stdout.write(forms[form].rstrip("\n") + "\n")
+    if check:
+        answer = check_with_vllm(command.words[2:])
+        said = "no vLLM is installed here" if answer is None else answer.error or f"vLLM {answer.version} takes it"
+        warn(f"parser: {said}")
 
 
 @app.command()

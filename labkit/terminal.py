@@ -20,6 +20,7 @@ from labkit.text import plain
 
 if TYPE_CHECKING:
     from labkit.measure.run_record import RunRecord
+    from labkit.memory.log_explanation import LogExplanation
     from labkit.memory.records import MemoryPlan
 
 QUIET_S = 5.0
@@ -71,6 +72,21 @@ def show_plan(plan: MemoryPlan) -> None:
     ]
     show_table(f"Memory of {shown.memory(plan.breakdown.total_bytes)}, predicted", ["part", "size", "", "how"], rows)
     for note in plan.notes:
+        out(f"note: {note}")
+
+
+def show_explanation(found: LogExplanation) -> None:
+    """Print what a log says: the answer, log beside plan part by part, and the cures."""
+    out(found.answer)
+    rows = [
+        [row.part, shown.memory(row.log_bytes), shown.memory(row.plan_bytes), "off" if row.is_off else ""]
+        for row in found.rows
+    ]
+    if rows:
+        show_table("Part by part", ["part", "log", "plan", ""], rows)
+    for cure in found.cures:
+        out(f"cure: {cure.text}")
+    for note in found.notes:
         out(f"note: {note}")
 
 
