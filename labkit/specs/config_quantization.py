@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from labkit.specs.config_fields import ConfigFields
 from labkit.specs.model_spec import WeightFormat
 from labkit.text import plain
@@ -52,52 +54,55 @@ def read_weight_format(fields: ConfigFields, dtype: str) -> tuple[WeightFormat, 
             note + f"{bits} bits in groups of {group} assumed"
         ]
     found, notes = reader(section)
-    return found, notes
+    num_layers = fields.optional_integer("num_hidden_layers", "n_layer", "n_layers", "num_layers") or 0
+    kept = _unquantized(section.section("quantization") or section, num_layers)
+    return replace(found, unquantized=kept), notes
 
 
 def _read_awq(section: ConfigFields) -> tuple[WeightFormat, list[str]]:
     bits = section.integer("bits", "w_bit", default=4, maximum=16)
     group = section.integer("group_size", "q_group_size", default=128, minimum=-1)
     zeros = section.flag("zero_point", default=True)
-    return WeightFormat("awq", bits, max(group, 0), zeros, _unquantized(section), method="awq"), []
+    return WeightFormat("awq", bits, max(group, 0), zeros, method="awq"), []
 
 
 def _read_gptq(section: ConfigFields) -> tuple[WeightFormat, list[str]]:
     bits = section.integer("bits", default=4, maximum=16)
     group = section.integer("group_size", default=128, minimum=-1)
     # GPTQ files hold the packed zeros even where the quantisation is symmetric.
-    return WeightFormat("gptq", bits, max(group, 0), True, _unquantized(section), method="gptq"), []
+    return WeightFormat("gptq", bits, max(group, 0), True, method="gptq"), []
 
 
 def _read_fp8(section: ConfigFields) -> tuple[WeightFormat, list[str]]:
     block = section.integers("weight_block_size", minimum=1, maximum=2**16, longest=2)
     if block:
-        return WeightFormat("fp8", 8, block[0] * block[-1], False, _unquantized(section), 4, "fp8"), []
+        return WeightFormat("fp8", 8, block[0] * block[-1], False, scale_bytes=4, method="fp8"), []
     per_channel = section.text("quant_method") == "fbgemm_fp8"
-    return WeightFormat("fp8", 8, 0 if per_channel else -1, False, _unquantized(section), 4, "fp8"), []
+    return WeightFormat("fp8", 8, 0 if per_channel else -1, False, scale_bytes=4, method="fp8"), []
 
 
 def _read_mxfp4(section: ConfigFields) -> tuple[WeightFormat, list[str]]:
-    return WeightFormat("mxfp4", 4, 32, False, _unquantized(section), 1, "mxfp4"), []
+    return WeightFormat("mxfp4", 4, 32, False, scale_bytes=1, method="mxfp4"), []
 
 
 def _read_bitsandbytes(section: ConfigFields) -> tuple[WeightFormat, list[str]]:
     if section.flag("load_in_8bit") and not section.flag("load_in_4bit"):
-        return WeightFormat("int8", 8, 0, False, _unquantized(section), 4, "bitsandbytes"), []
+        return WeightFormat("int8", 8, 0, False, scale_bytes=4, method="bitsandbytes"), []
     double = section.flag("bnb_4bit_use_double_quant")
-    return WeightFormat("int4", 4, 64, False, _unquantized(section), 1 if double else 4, "bitsandbytes"), []
+    return WeightFormat("int4", 4, 64, False, scale_bytes=1 if double else 4, method="bitsandbytes"), []
 
 
 def _read_modelopt(section: ConfigFields) -> tuple[WeightFormat, list[str]]:
     inner = section.section("quantization") or section
     algorithm = inner.text("quant_algo", default="").upper()
-    kept = _unquantized(inner)
     if "FP4" in algorithm:
-        return WeightFormat("nvfp4", 4, inner.integer("group_size", default=16), False, kept, 1, "modelopt"), []
+        return WeightFormat(
+            "nvfp4", 4, inner.integer("group_size", default=16), False, scale_bytes=1, method="modelopt"
+        ), []
     if "W4A16" in algorithm or "AWQ" in algorithm:
-        return WeightFormat("int4", 4, inner.integer("group_size", default=128), False, kept, 2, "modelopt"), []
+        return WeightFormat("int4", 4, inner.integer("group_size", default=128), False, method="modelopt"), []
     notes = [] if "FP8" in algorithm else [f"modelopt algorithm {plain(algorithm, 40)!r} is not known; FP8 assumed"]
-    return WeightFormat("fp8", 8, -1, False, kept, 4, "modelopt"), notes
+    return WeightFormat("fp8", 8, -1, False, scale_bytes=4, method="modelopt"), notes
 
 
 def _read_compressed(section: ConfigFields) -> tuple[WeightFormat, list[str]]:
@@ -109,7 +114,6 @@ def _read_compressed(section: ConfigFields) -> tuple[WeightFormat, list[str]]:
         return WeightFormat(method=method), ["compressed-tensors without weight groups: counted unquantised"]
     notes = [] if len(groups.keys()) == 1 else ["several groups of weight formats: the first is used for all weights"]
     bits = weights.integer("num_bits", default=8, maximum=16)
-    kept = _unquantized(section)
     strategy = weights.text("strategy", default="channel")
     group = {"tensor": -1, "channel": 0}.get(strategy, 128)
     if strategy == "block":
@@ -125,27 +129,40 @@ def _read_compressed(section: ConfigFields) -> tuple[WeightFormat, list[str]]:
     else:
         kind, scale = ("int4", 2) if bits <= 4 else ("int8", 2)
     zeros = not is_float and not weights.flag("symmetric", default=True)
-    return WeightFormat(kind, bits, group, zeros, kept, scale, method), notes
+    return WeightFormat(kind, bits, group, zeros, scale_bytes=scale, method=method), notes
 
 
-def _unquantized(section: ConfigFields) -> tuple[str, ...]:
-    """Parts named by the list of modules that stay at the model's dtype; lists of single layers are not counted."""
+def _unquantized(section: ConfigFields, num_layers: int = 0) -> tuple[str, ...]:
+    """Parts named by the list of modules that stay at the model's dtype.
+
+    A part that is named layer by layer counts when at least half of the layers are named.
+    """
     names = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "llm_int8_skip_modules")
     listed = section.raw(*names)
     patterns = [entry for entry in listed if isinstance(entry, str)] if isinstance(listed, list) else []
     parts = set(_ALWAYS)
+    layers: dict[str, set[str]] = {}
     for pattern in patterns[:100_000]:
-        lowered = pattern.casefold()
-        if lowered == "gate":
-            parts.add("router")
+        lowered = pattern[:500].casefold()
+        part = _part_of(lowered)
+        number = _layer_number(lowered)
+        if part is None:
             continue
-        found = next((part for part, words in _PARTS if any(word in lowered for word in words)), None)
-        if found in ("attention", "mlp", "experts", "state") and _names_one_layer(lowered):
-            continue
-        if found is not None:
-            parts.add(found)
+        if number and part in ("attention", "mlp", "experts", "state", "shared_experts"):
+            layers.setdefault(part, set()).add(number)
+        else:
+            parts.add(part)
+    parts.update(part for part, named in layers.items() if num_layers and 2 * len(named) >= num_layers)
     return tuple(sorted(parts))
 
 
-def _names_one_layer(pattern: str) -> bool:
-    return any(piece.isdigit() for piece in pattern.replace("\\.", ".").split("."))
+def _part_of(pattern: str) -> str | None:
+    if pattern == "gate":
+        return "router"
+    return next((part for part, words in _PARTS if any(word in pattern for word in words)), None)
+
+
+def _layer_number(pattern: str) -> str:
+    """The number of the one layer that a pattern names; "" for a pattern over all layers."""
+    pieces = pattern.replace("\\.", ".").split(".")
+    return next((piece for piece in pieces if piece.isdigit()), "")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from labkit.errors import FileFormatError, UnknownNameError
 from labkit.specs.datasets import Dataset, dataset_names, dataset_path, find_dataset
+from labkit.specs.synthetic import Arrivals, with_arrivals
 from labkit.specs.trace_lines import read_lines
 from labkit.specs.trace_rows import TraceForm, read_rows
 from labkit.specs.workload import RequestSpec, Workload
@@ -28,8 +29,9 @@ def load_workload(
     max_input_tokens: int | None = None,
     max_output_tokens: int | None = None,
     seed: int = 0,
+    arrivals: Arrivals | str | None = None,
 ) -> Workload:
-    """A traffic from a trace. In this order: slice by time, keep the first `limit`, clip lengths, scale the rate.
+    """A traffic from a trace. In order: slice by time, keep the first `limit`, clip, new arrivals, scale the rate.
 
     Args:
         name_or_path: one of `dataset_names()`; or a csv or JSON-lines file, plain or gzip, as labkit, Azure (2023 and
@@ -38,7 +40,8 @@ def load_workload(
         start_s, duration_s: the slice, in seconds from the trace's first arrival.
         rate_scale: 2 doubles the requests a second.
         max_input_tokens, max_output_tokens: longer ones are cut to this.
-        seed: of the token ids that stand in for the text.
+        seed: of the token ids that stand in for the text, and of new arrivals.
+        arrivals: new arrival times for traces that hold lengths only or come in batches: "poisson:4", "gamma:4:2".
 
     Raises:
         UnknownNameError: neither a trace of that name nor a file.
@@ -66,6 +69,8 @@ def load_workload(
             works="start_s=0",
         )
     workload = clip_lengths(workload, max_input_tokens, max_output_tokens)
+    if arrivals is not None:
+        workload = with_arrivals(workload, arrivals, seed)
     return workload if rate_scale == 1 else scale_rate(workload, rate_scale)
 
 

@@ -172,6 +172,13 @@ def test_modules_that_stay_unquantized():
     assert set(found.unquantized) == {"attention", "router", "embed", "lm_head", "norm"}
     single = make(quantization_config={"quant_method": "awq", "modules_to_not_convert": ["model.layers.0.mlp"]})
     assert "mlp" not in single.weight_format.unquantized
+    # Two layers of four are half of them.
+    half = [f"model.layers.{index}.self_attn.{name}_proj" for index in (0, 3) for name in "qkvo"]
+    section = {"quant_method": "fp8", "ignored_layers": half}
+    assert "attention" in make(quantization_config=section).weight_format.unquantized
+    assert (
+        "attention" not in make(quantization_config={**section, "ignored_layers": half[:4]}).weight_format.unquantized
+    )
 
 
 def test_float32_models_are_32_bit():

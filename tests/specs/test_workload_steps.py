@@ -183,6 +183,8 @@ def test_new_arrivals_for_a_trace_of_lengths():
     workload = with_arrivals(load_workload("arxiv-summarization", limit=100), "poisson:10", seed=3)
     assert workload.duration_s == pytest.approx(10, rel=0.5)
     assert workload.steps[-1] == "arrivals replaced by poisson:10, seed 3"
+    again = load_workload("arxiv-summarization", limit=100, arrivals="poisson:10", seed=3)
+    assert again.requests == workload.requests
 
 
 def test_loading_records_every_step_in_order():
