@@ -1,7 +1,7 @@
 """Which limit binds, what to change next, what to recommend, and the commands that carry it to vLLM."""
 
 from labkit.advice.advise import Advice, advise, headline
-from labkit.advice.command import ExportedCommand, NotExported, export_command, vllm_command
+from labkit.advice.command import ExportedCommand, NotExported, export_command, export_plan, vllm_command
 from labkit.advice.flags import check_command, flag_history, flags_for, known_versions
 from labkit.advice.limit import BindingLimit, Evidence, binding_limit
 from labkit.advice.noise import Noise, noise_of
@@ -21,6 +21,7 @@ __all__ = [
     "binding_limit",
     "check_command",
     "export_command",
+    "export_plan",
     "flag_history",
     "flags_for",
     "headline",

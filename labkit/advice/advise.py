@@ -81,7 +81,12 @@ def headline(plan: MemoryPlan, limit: BindingLimit, best: Advice | None) -> str:
         if plan.verdict != "does not fit"
         else f"short by {memory(-plan.margin_bytes)}"
     )
-    following = f"Next: {best.title[0].lower()}{best.title[1:]}, {best.gain}" if best else "No single change gives more"
+    if limit.name == "traffic":
+        following = "Next: offer more traffic; more room gains nothing yet"
+    elif best:
+        following = f"Next: {best.title[0].lower()}{best.title[1:]}, {best.gain}"
+    else:
+        following = "No single change gives more"
     return f"{plan.verdict.capitalize()}: {capacity}. {limit.sentence[0].upper()}{limit.sentence[1:]}. {following}."
 
 
@@ -141,7 +146,8 @@ def _gain_words(
         verdict = "fits then" if after.verdict == "fits" else "may fit then"
         return f"{verdict}, with room for {count(after.kv_cache_tokens)} tokens"
     if gain_share > 0:
-        return f"at most {change(*spans)} requests at once"
+        later = ", once the traffic fills the cache" if limit.name == "traffic" else ""
+        return f"at most {change(*spans)} requests at once{later}"
     if gain_tokens > 0:
         helps = "" if limit.name == "kv_blocks" else ", which help only once KV blocks bind"
         return f"at most +{count(gain_tokens)} KV tokens{helps}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
@@ -22,6 +23,7 @@ from labkit.advice.flags import (
     version_tuple,
 )
 from labkit.errors import OutOfRangeError
+from labkit.memory.records import MemoryPlan
 from labkit.specs.engine_config import EngineConfig, Knob
 from labkit.text import plain
 
@@ -128,6 +130,22 @@ def export_command(
         comments=tuple(comments),
         not_exported=tuple(left_out),
     )
+
+
+def export_plan(
+    plan: MemoryPlan, version: str = DEFAULT_VERSION, *, reasons: Mapping[str, str] | None = None, port: int = 8000
+) -> ExportedCommand:
+    """The settings of a plan as commands; what the CPU engine resolved for itself is left to the card.
+
+    Raises:
+        OutOfRangeError: as `export_command`.
+    """
+    config, own = plan.config, []
+    if plan.gpu.is_cpu and config.dtype == "float32":
+        own.append(NotExported("dtype", "float32", "the CPU engine computes in it; a card keeps the model's own type"))
+        config = config.replace(dtype="auto")
+    exported = export_command(plan.model.name, config, version, reasons=reasons, port=port)
+    return dataclasses.replace(exported, not_exported=(*own, *exported.not_exported))
 
 
 def _unexportable(knob: Knob, value: Any, version: str, flags: Mapping[str, Flag]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from labkit.advice.advise import Advice, WhatIf, advise
-from labkit.advice.command import vllm_command
+from labkit.advice.command import export_plan
 from labkit.advice.limit import BindingLimit, Evidence, binding_limit
 from labkit.advice.noise import Noise, noise_of
 from labkit.errors import LabkitError
@@ -194,7 +194,7 @@ def _from_runs(
         confidence=confidence,
         confidence_reason=why,
         next_changes=advise(best.plan, what_if, record=best),
-        command=vllm_command(best.model.name, best.config, version),
+        command=export_plan(best.plan, version).serve,
         vllm_version=version,
     )
 
@@ -220,9 +220,10 @@ def _sentence(
         return f"One configuration ran: {rate(own)}. There is nothing to compare it with yet."
     if outcome == "no difference":
         highest = max(map(_mean, groups.values()))
+        best_words = "which is the best of all" if highest == base else f"the best reaches {rate(highest)}"
         return (
             f"No difference: of {len(groups)} configurations none beats the baseline's {rate(base)} by more than the "
-            f"noise (best {rate(highest)}; {noise.sentence}). Keep the settings."
+            f"noise; {best_words} ({noise.sentence}). Keep the settings."
         )
     changed = settings_words(baseline.config.differences(best.config))
     return f"Set {changed}: {change(base, own, 'tok/s')} output over the baseline ({noise.sentence})."
@@ -371,6 +372,6 @@ def _from_plans(plans: Sequence[MemoryPlan], version: str, what_if: WhatIf | Non
         confidence="low",
         confidence_reason="planned only, nothing ran",
         next_changes=next_changes,
-        command=vllm_command(best.model.name, best.config, version),
+        command=export_plan(best, version).serve,
         vllm_version=version,
     )

@@ -17,7 +17,7 @@ import jinja2
 import markupsafe
 
 from labkit import format as fmt
-from labkit.advice import Recommendation, binding_limit, export_command, headline, recommend
+from labkit.advice import Recommendation, binding_limit, export_plan, headline, recommend
 from labkit.advice.recommend import settings_words
 from labkit.experiments.serialise import record_to_plain, to_plain
 from labkit.files import write_atomic
@@ -181,7 +181,7 @@ def _traffic(records: Sequence[RunRecord]) -> str:
 def _export(recommendation: Recommendation | None) -> Any:
     if recommendation is None:
         return None
-    return export_command(recommendation.plan.model.name, recommendation.config, recommendation.vllm_version)
+    return export_plan(recommendation.plan, recommendation.vllm_version)
 
 
 def _settings(recommendation: Recommendation | None) -> list[tuple[str, str, str, str, str]]:
@@ -209,17 +209,30 @@ def _reproduce(best: RunRecord | None, plan: MemoryPlan | None) -> str:
     """Python that makes the plan and the run again; names are quoted as Python strings."""
     if plan is None:
         return ""
-    defaults = EngineConfig()
-    changed = {name: pair[1] for name, pair in defaults.differences(plan.config).items()}
+    changed = {name: pair[1] for name, pair in EngineConfig().differences(plan.config).items()}
     settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
-    model = plain(plan.model.source or plan.model.name, 400)
-    lines = ["import labkit", "from labkit.specs import EngineConfig", "", f"config = EngineConfig({settings})"]
+    in_catalogue = plan.model.source in ("", "catalogue")
+    model = plain(plan.model.name if in_catalogue else plan.model.source, 400)
     gpu = plain(plan.gpu.name, 80)
+    lines = ["import labkit", f"config = labkit.EngineConfig({settings})"]
     if best is None:
-        return "\n".join([*lines, f"print(labkit.plan({model!r}, {gpu!r}, config))"])
-    workload = plain(best.workload.get("name", ""), 200)
-    lines.append(f"session = labkit.Session(model={model!r}, gpu={gpu!r}, workload={workload!r})")
-    return "\n".join([*lines, "session.run(config)"])
+        return "\n".join(
+            [*lines, f"print(labkit.plan(labkit.load_model({model!r}), labkit.load_gpu({gpu!r}), config))"]
+        )
+    return "\n".join(
+        [
+            "import json, re",
+            *lines,
+            "from labkit.specs import RequestSpec, Workload",
+            'page = open("tuning-report.html", encoding="utf-8").read()',
+            "data = json.loads(re.search(r'id=\"labkit-data\">(.*?)</script', page, re.S)[1])",
+            f'run = next(run["record"] for run in data["runs"] if run["record"]["run_id"] == {best.run_id!r})',
+            'lengths = [(row["arrival_s"], row["input_tokens"], row["output_tokens"]) for row in run["requests"]]',
+            'traffic = Workload("as in the report", tuple(RequestSpec(*row) for row in lengths), seed=run["seed"])',
+            f"with labkit.Session(model={model!r}, gpu={gpu!r}, workload=traffic) as session:",
+            "    record = session.run(config)",
+        ]
+    )
 
 
 def _data(records: Sequence[RunRecord], plans: Sequence[MemoryPlan], created: str) -> dict[str, Any]:

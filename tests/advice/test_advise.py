@@ -112,3 +112,13 @@ def test_the_headline_names_verdict_limit_knob_and_gain():
     assert text.startswith("Does not fit: short by 145 MiB")
     assert "fits then" in text
     assert headline(plan, binding_limit(plan), None).endswith("No single change gives more.")
+
+
+def test_while_the_traffic_binds_the_headline_promises_nothing():
+    record = sample_record()
+    steps = tuple(dataclasses.replace(row, num_waiting=0, num_preemptions=0) for row in record.steps)
+    record = dataclasses.replace(record, steps=steps)
+    limit = binding_limit(record.plan, record)
+    found = advise(record.plan, sample_plan, record=record)
+    assert limit.name == "traffic"
+    assert "more room gains nothing yet" in headline(record.plan, limit, found[0])

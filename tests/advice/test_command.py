@@ -10,8 +10,9 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import sample_gpu, sample_plan
 
-from labkit.advice import check_command, export_command, known_versions, vllm_command
+from labkit.advice import check_command, export_command, export_plan, known_versions, vllm_command
 from labkit.advice.vllm_check import check_with_vllm
 from labkit.errors import LabkitError, OutOfRangeError
 from labkit.specs.engine_config import DTYPES, KV_CACHE_DTYPES, EngineConfig
@@ -131,6 +132,14 @@ def test_comments_say_what_changed_and_why():
     assert exported.comments == ("for vLLM 0.33.0", "max_num_seqs: vLLM's own choice → 64: frees 1.2 GiB")
     assert exported.text().endswith("\nvllm serve m \\\n    --max-num-seqs 64\n")
     assert "are not recorded" in export_command("m", EngineConfig(), "0.99.0").comments[1]
+
+
+def test_what_the_cpu_engine_resolved_for_itself_is_left_to_the_card():
+    gpu = sample_gpu(name="cpu")
+    exported = export_plan(sample_plan(EngineConfig(dtype="float32", cpu_memory_gib=1.0), gpu=gpu))
+    assert "--dtype" not in exported.words
+    assert [item.knob for item in exported.not_exported] == ["dtype", "cpu_memory_gib"]
+    assert "--dtype" in export_plan(sample_plan(EngineConfig(dtype="float32"))).words
 
 
 def test_docker_and_compose_mount_a_folder_and_share_memory(tmp_path):

@@ -171,7 +171,11 @@ def test_all_runs_come_back_from_the_page(text):
 def test_the_shown_python_reads_the_data(text, tmp_path):
     path = tmp_path / "tuning-report.html"
     path.write_text(text, encoding="utf-8")
-    code = next(block for tag, block in Page(text).texts if tag == "code" and block.startswith("import json, re"))
+    code = next(
+        block
+        for tag, block in Page(text).texts
+        if tag == "code" and "Session" not in block and block.startswith("import json")
+    )
     scope: dict = {}
     exec(code.replace("tuning-report.html", str(path)), scope)
     assert len(scope["data"]["runs"]) == 3
@@ -181,9 +185,34 @@ def test_method_states_versions_seeds_and_code_to_reproduce(text, page):
     words = " ".join(text for _, text in page.texts)
     for part in ("torch", "2.13.0", "engine 0, traffic 0", "each configuration ran once"):
         assert part in words
-    code = next(block for tag, block in page.texts if tag == "code" and "labkit.Session" in block)
-    compile(code, "report", "exec")
-    assert "block_size=32" in code
+
+
+def test_the_code_to_reproduce_runs_the_same_settings_on_the_same_traffic(text, tmp_path, monkeypatch):
+    asked = {}
+
+    class Session:
+        def __init__(self, **options):
+            asked.update(options)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def run(self, config):
+            asked["config"] = config
+
+    monkeypatch.setattr("labkit.Session", Session, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tuning-report.html").write_text(text, encoding="utf-8")
+    code = next(block for tag, block in Page(text).texts if tag == "code" and "labkit.Session" in block)
+    exec(compile(code, "report", "exec"), {})
+    best = records()[2]
+    assert asked["config"] == best.config
+    assert (asked["model"], asked["gpu"]) == (best.model.name, best.gpu.name)
+    offered = [(row.arrival_s, row.input_tokens, row.output_tokens) for row in asked["workload"].requests]
+    assert offered == [(row.arrival_s, row.input_tokens, row.output_tokens) for row in best.requests]
 
 
 def test_a_long_table_is_cut_with_a_word_but_the_data_is_whole():
