@@ -173,10 +173,6 @@ def test_the_shown_python_reads_the_data(text, tmp_path):
     path.write_text(text, encoding="utf-8")
     blocks = [block for tag, block in Page(text).texts if tag == "code" and "Session" not in block]
     code = next(block for block in blocks if block.startswith("import json"))
-        block
-        for tag, block in Page(text).texts
-        if tag == "code" and "Session" not in block and block.startswith("import json")
-    )
     scope: dict = {}
     exec(code.replace("tuning-report.html", str(path)), scope)
     assert len(scope["data"]["runs"]) == 3
