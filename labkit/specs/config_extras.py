@@ -28,7 +28,7 @@ def read_extra_weights(
         ("activation parameters", 2 * len(layers) if family.model_type == "apertus" else 0),
         ("router columns without expert", _zero_experts(fields, len(layers), hidden)),
         ("per-layer embeddings", _per_layer_embeddings(fields, len(layers), hidden)),
-        ("vision tower (estimate)", _vision_tower(outer)),
+        ("vision tower (estimate)", _vision_tower(outer, hidden)),
     ]
     return tuple((name, count) for name, count in found if count)
 
@@ -80,8 +80,16 @@ def _zero_experts(fields: ConfigFields, num_layers: int, hidden: int) -> int:
     return num_layers // 2 * hidden * (fields.optional_integer("zero_expert_num", maximum=2**16) or 0)
 
 
-def _vision_tower(outer: ConfigFields) -> int:
-    """A plain vision transformer of the stated width and depth: 4 h² + 2 h·i a layer, patches and a projection."""
+# Towers whose MLP has a gate and whose positions are rotated, not learned.
+_GATED_TOWERS = ("pixtral", "qwen2_5_vl")
+
+
+def _vision_tower(outer: ConfigFields, text_hidden: int) -> int:
+    """A vision transformer of the stated width and depth, its patches, positions and projector.
+
+    A layer has 4 h² + 2 h·i parameters, or 3 h·i with a gate; the projector is h·t, and another t·t where it has two
+    layers (all but Gemma's).
+    """
     vision = outer.section("vision_config")
     if vision is None:
         return 0
@@ -92,4 +100,10 @@ def _vision_tower(outer: ConfigFields) -> int:
     ratio = vision.number("mlp_ratio", default=4.0, minimum=0.0, maximum=64.0)
     inner = vision.integer("intermediate_size", "vt_intermediate_size", default=int(ratio * hidden) or 1, maximum=_MAX)
     patch = vision.optional_integer("patch_size", maximum=1024) or 14
-    return depth * (4 * hidden * hidden + 2 * hidden * inner) + 3 * patch * patch * hidden
+    is_gated = vision.text("model_type", default="") in _GATED_TOWERS
+    layers = depth * (4 * hidden * hidden + (3 if is_gated else 2) * hidden * inner)
+    image = vision.optional_integer("image_size", maximum=2**16) or 0
+    positions = 0 if is_gated else (image // patch) ** 2 * hidden
+    is_gemma = outer.text("model_type", default="").startswith("gemma")
+    projector = hidden * text_hidden + (0 if is_gemma else text_hidden * text_hidden)
+    return layers + positions + 3 * patch * patch * hidden + projector
