@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -79,9 +80,10 @@ def sweep(
     )
     left = _left_to_do(study, points)
     records = []
+    start = time.monotonic()
     for count, point in enumerate(left):
         if on_event is not None:
-            on_event({"type": "progress", "phase": "sweep", "done": count, "total": len(left), "unit": "runs"})
+            on_event(_progress(count, len(left), time.monotonic() - start))
         record = _run_point(session, study, point, {name: list(values) for name, values in grid.items()}, on_event,
                             run_settings)  # fmt: skip
         if record is not None:
@@ -89,6 +91,18 @@ def sweep(
             if record.status == "cancelled":
                 break
     return tuple(records), study
+
+
+def _progress(done: int, total: int, elapsed_s: float) -> dict[str, Any]:
+    return {
+        "type": "progress",
+        "phase": "sweep",
+        "done": done,
+        "total": total,
+        "unit": "runs",
+        "elapsed_s": elapsed_s,
+        "remaining_s": elapsed_s / done * (total - done) if done else None,
+    }
 
 
 def _left_to_do(study: optuna.Study, points: list[dict[str, Any]]) -> list[dict[str, Any]]:

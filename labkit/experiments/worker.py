@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -31,6 +32,7 @@ SEND_TIMEOUT_S = 10.0
 SHUTDOWN_S = 1.0
 QUIET_SAID_S = 5.0
 LOG_TAIL_BYTES = 2000
+MAX_LOG_BYTES = 4 * 2**20
 
 
 class Worker:
@@ -106,6 +108,8 @@ class Worker:
             raise WorkerError("the worker is busy with another run", works="waiting for it, or Cancel")
         try:
             self.start(on_event)
+            if self._log is not None and os.fstat(self._log.fileno()).st_size > MAX_LOG_BYTES:
+                os.ftruncate(self._log.fileno(), 0)
             return self._converse(command, arguments, on_event, cancel)
         finally:
             self._busy.release()
@@ -137,6 +141,8 @@ class Worker:
         mine, theirs = socket.socketpair()
         with contextlib.suppress(OSError):
             self._log = tempfile.TemporaryFile(prefix="labkit-worker-")  # noqa: SIM115 (lives as long as the process)
+            # Without this a cut log would go on at its old length, with a hole before it.
+            fcntl.fcntl(self._log, fcntl.F_SETFL, fcntl.fcntl(self._log, fcntl.F_GETFL) | os.O_APPEND)
         command = [sys.executable, "-P", "-m", "labkit.experiments.worker_process", str(theirs.fileno()), self.backend]
         try:
             self._process = subprocess.Popen(
@@ -290,9 +296,9 @@ class Worker:
     def _log_tail(self) -> str:
         if self._log is None:
             return ""
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - LOG_TAIL_BYTES))
-        return plain(self._log.read(LOG_TAIL_BYTES).decode(errors="replace").strip(), 600)
+        descriptor = self._log.fileno()
+        start = max(0, os.fstat(descriptor).st_size - LOG_TAIL_BYTES)
+        return plain(os.pread(descriptor, LOG_TAIL_BYTES, start).decode(errors="replace").strip()[-600:], 600)
 
 
 _DOING = {"load": "while loading the model", "configure": "while allocating memory", "run": "during the run"}

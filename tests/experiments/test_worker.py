@@ -211,6 +211,23 @@ def test_a_failing_callback_stops_the_run_and_harms_nothing_else(worker):
     assert worker.generation == 1
 
 
+def test_the_memory_killer_takes_the_worker_first(worker):
+    prepare(worker, Events())
+    assert int(Path(f"/proc/{worker.pid}/oom_score_adj").read_text()) > int(
+        Path("/proc/self/oom_score_adj").read_text()
+    )
+
+
+def test_what_the_worker_prints_is_limited_and_its_end_is_quoted(worker):
+    prepare(worker, Events())
+    os.write(worker._log.fileno(), b"x" * (5 * 2**20))
+    run(worker, Events())
+    assert os.fstat(worker._log.fileno()).st_size < 2**20
+    os.write(worker._log.fileno(), b"\x1b[31mlast words\n")
+    with pytest.raises(WorkerError, match=r"its last words: .*\[31mlast words"):
+        run(worker, Events(), "fault:kill@step")
+
+
 def test_second_run_at_the_same_time_is_refused(worker):
     prepare(worker, Events())
     problems = []
