@@ -23,7 +23,7 @@ from labkit_kernels.scores import Scores
 from shapes import DECODE, PREFILL, Inputs, Pool, Shape, make_inputs
 from timing import copy_ceiling, make_flush, read_ceiling, time_us
 
-SWEPT = ("64x4096", "256x1024", "1x32768", "8x16384", "128 ragged", "16x1024")
+SWEPT = ("64x4096", "256x1024", "1x32768", "8x16384", "128 ragged", "16x1024", "1x4096")
 KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 TINY = Shape("tiny", (256,) * 2)
 TINY_PREFILL = Shape("tiny", (256,) * 2, new=128)
@@ -31,30 +31,48 @@ POOL_ELEMENTS = 2**30 + 2**27
 
 
 def decode_variants(kv: str) -> list[DecodeConfig]:
-    """Variants to time: operands swapped or not, tile, warps, stages, prefetch, programs on a multiprocessor."""
-    shapes = product(((32, 4), (64, 4), (128, 4), (128, 8)), (2, 3, 4, 5), (True, False), (True, False))
-    return [
-        DecodeConfig(tile, warps, stages, swap, prefetch, ctas, evict=evict)
-        for (tile, warps), stages, swap, prefetch in shapes
-        if _sensible(kv, tile, warps, stages, swap, prefetch)
-        for ctas in (1, 2, 3, 4)
-        for evict in ("", "evict_first")
-        if not evict or (tile == 64 and stages == 3)
+    """Variants to time; an earlier, wider grid is in kernels/NOTES.md."""
+    if kv == "bf16":
+        found = [DecodeConfig(64, 4, 3, True, True, ctas, merge) for ctas in (1, 2) for merge in (2048, 4096, 8192)]
+        found += [DecodeConfig(64, 4, stages, False, True, ctas) for stages in (3, 4) for ctas in (1, 2, 3)]
+        return [
+            *found,
+            DecodeConfig(32, 4, 4, False, True, 2),
+            DecodeConfig(64, 4, 3, True, True, 2, evict="evict_first"),
+        ]
+    grid = product(((32, 4), (64, 4), (128, 4), (128, 8)), (2, 3, 4, 5))
+    found = [
+        DecodeConfig(tile, warps, stages, False, True, ctas, 4096, True)
+        for (tile, warps), stages in grid
+        for ctas in (1, 2, 3, 4, 5)
+        if tile * stages <= 384 and 40_000 <= 256 * tile * stages * ctas <= 216_000
     ]
+    return [*found, DecodeConfig(64, 4, 3, True, True, 3)]
 
 
-def _sensible(kv: str, tile: int, warps: int, stages: int, swap: bool, prefetch: bool) -> bool:
-    width = 2 if kv == "bf16" else 1
-    shared = 2 * tile * 128 * ((stages if prefetch else stages - 1) * width + (2 - width))
-    if (tile, warps) == (128, 4):
-        return kv != "bf16" and not swap and prefetch and stages <= 3
-    if not prefetch:
-        return swap and tile == 64 and stages in (4, 5)
-    if tile == 32:
-        return not swap and stages >= 4
-    if not swap and tile == 128:
-        return False
-    return shared < 210_000
+CHUNKED = {
+    "1x1024": (128, 256, 512, 1024),
+    "1x4096": (128, 192, 256, 384, 512, 1024),
+    "16x1024": (256, 384, 512, 1024),
+    "16x4096": (512, 1024, 1408, 2048, 4096),
+    "1x32768": (512, 768, 1024, 1280, 2048, 4096),
+    "8x16384": (1024, 2048, 2752, 4096, 8192, 16384),
+    "1x65536": (1024, 1536, 2048, 2560, 4096, 8192),
+    "128 ragged": (1024, 2048, 4096, 8192),
+    "64x4096": (1024, 2048, 4096),
+}
+
+
+def sweep_chunks(kv: str, configs: list[DecodeConfig], pool: Pool, flush, rows: list[dict]) -> None:
+    """Times fixed chunk lengths: what the plan's estimate must find."""
+    for shape in (s for s in DECODE if s.name in CHUNKED):
+        inputs = make_inputs(shape, 16, KV[kv], pool)
+        for config in configs:
+            for chunk in (None, *CHUNKED[shape.name]):
+                workspace, call = decode_call(inputs, config, chunk)
+                us = time_us(call, flush, 15)
+                row = {"what": "chunk", "kv": kv, "shape": shape.name, "chunk": chunk, "us": us}
+                rows.append(row | {"plan": workspace.meta.tolist()[:2]} | asdict(config))
 
 
 def prefill_variants() -> list[PrefillConfig]:
@@ -66,10 +84,10 @@ def prefill_variants() -> list[PrefillConfig]:
     ]  # fmt: skip
 
 
-def decode_call(inputs: Inputs, config: DecodeConfig):
+def decode_call(inputs: Inputs, config: DecodeConfig | None, chunk_tokens: int | None = None):
     """A planned decode call and its workspace."""
     scores = Scores(scale=inputs.shape.head_dim**-0.5)
-    workspace = make_workspace(inputs.q, inputs.k, inputs.tables, scores, config=config)
+    workspace = make_workspace(inputs.q, inputs.k, inputs.tables, scores, config=config, chunk_tokens=chunk_tokens)
     workspace.plan(inputs.lens)
     out = torch.empty_like(inputs.q)
     args = (inputs.q, inputs.k, inputs.v, inputs.tables, inputs.lens, scores)
@@ -156,12 +174,15 @@ def main() -> None:
         sweep_decode(kv, pool, flush, rows)
         out.write_text(json.dumps(rows, indent=1))
         print(f"{kv} decode at {time.time() - started:.0f} s", flush=True)
+    sweep_chunks("bf16", [DecodeConfig(64, 4, 3, True, True, 2)], pool, flush, rows)
+    words = [DecodeConfig(64, 4, stages, False, True, ctas, 4096, True) for stages, ctas in ((3, 4), (4, 4))]
+    sweep_chunks("fp8", words, pool, flush, rows)
     sweep_prefill(pool, flush, rows)
     out.write_text(json.dumps(rows, indent=1))
     timed = [row for row in rows if "us" in row]
     for key in dict.fromkeys((row["what"], row.get("kv"), row["shape"]) for row in timed):
         group = sorted((r for r in timed if (r["what"], r.get("kv"), r["shape"]) == key), key=lambda r: r["us"])
-        for row in group[:3]:
+        for row in group[:2]:
             print(*key, {k: v for k, v in row.items() if k not in ("what", "kv", "shape", "merge", "evict")})
     print(f"done in {time.time() - started:.0f} s")
 

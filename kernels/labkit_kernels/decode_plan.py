@@ -16,8 +16,9 @@ from labkit_kernels.checks import KernelValueError, check_heads
 from labkit_kernels.heuristics import DecodeConfig, decode_config, num_slots
 from labkit_kernels.ops import cache_kind, capability
 
-ITEM_COST_TILES = 0.75
-REDUCE_COST_TILES = 1.5
+# Fitted to chunk sweeps on an H200 (kernels/NOTES.md), in tiles of one slot.
+OVERLAP, ITEM_COST, REDUCE_COST, SPLIT_COST = 0.2, 0.75, 1.0, 0.07
+ITEM_FIELDS = 7
 MIN_CHUNK_TOKENS = 256
 DETERMINISTIC_CHUNK_TOKENS = 1024
 NUM_BUCKETS = 8
@@ -28,59 +29,91 @@ def _sequence_tiles(
     seq_lens, query_start_loc, offsets, batch, window,
     TILE: tl.constexpr, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Tiles that each sequence reads: all up to its length, less those before its window."""
+    """Tiles that each sequence reads (all up to its length, less those before its window), first token, length."""
     inside = offsets < batch
     length = tl.load(seq_lens + offsets, mask=inside, other=0)
-    tiles = (length + TILE - 1) // TILE
+    base = length * 0
     if WINDOW:
         query_len = tl.full(length.shape, QUERY_LEN, tl.int32)
         if RAGGED:
             query_len = tl.load(query_start_loc + offsets + 1, mask=inside, other=0)
             query_len -= tl.load(query_start_loc + offsets, mask=inside, other=0)
-        tiles -= tl.maximum(length - query_len - window + 1, 0) // TILE
-    return tiles
+        base = tl.maximum(length - query_len - window + 1, 0) // TILE * TILE
+    return (length - base + TILE - 1) // TILE, base, length
+
+
+@triton.jit
+def _finish_time(full, rest_items, rest_tiles, chunk, slots, overlap, item_cost, reduce_cost, split_cost, splits):
+    """Estimated finish in tiles of one slot: whole waves of full chunks, then the last wave with the short chunks.
+
+    A wave that fills only a share x of the slots runs faster, since they share the memory: by overlap + (1 - overlap)·x.
+    Short chunks that do not fit beside the full ones run after them, on average half of one late.
+    """
+    waves = tl.floor(full / slots)
+    left = full - waves * slots
+    items = left + rest_items
+    rest_mean = rest_tiles / tl.maximum(rest_items, 1.0)
+    longest = tl.where(left > 0, chunk, rest_mean)
+    alone = longest * (overlap + (1.0 - overlap) * tl.minimum(items / slots, 1.0))
+    packed = tl.maximum((left * chunk + rest_tiles) / slots + 0.5 * rest_mean, longest)
+    last = tl.where(items > 0, tl.where(items <= slots, alone, packed), 0.0)
+    count = tl.ceil((full + rest_items) / slots)
+    return waves * chunk + last + count * item_cost + tl.where(splits > 1, reduce_cost + split_cost * splits, 0.0)
 
 
 @triton.jit
 def _best_chunk(
-    seq_lens, query_start_loc, batch, window, longest, slots_per_head, max_items, min_chunk, item_cost, reduce_cost,
+    seq_lens, query_start_loc, batch, window, longest, slots_per_head, max_items, min_chunk,
+    overlap, item_cost, reduce_cost, split_cost,
     TILE: tl.constexpr, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr, WINDOW: tl.constexpr,
     CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of a chunk with the smallest estimated finish time, in tiles of one slot."""
+    """Tiles of a chunk with the smallest estimated finish time."""
     k = tl.arange(0, CANDIDATES)
     chunk = tl.maximum((longest + k) // (k + 1), min_chunk)
     full = tl.zeros([CANDIDATES], tl.int32)
-    items = tl.zeros([CANDIDATES], tl.int32)
-    work = tl.zeros([CANDIDATES], tl.int32)
+    rest_items = tl.zeros([CANDIDATES], tl.int32)
+    rest_tiles = tl.zeros([CANDIDATES], tl.int32)
     for start in range(0, batch, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        tiles = _sequence_tiles(
+        tiles, _, _ = _sequence_tiles(
             seq_lens, query_start_loc, offsets, batch, window, TILE, QUERY_LEN, RAGGED, WINDOW
-        )[:, None]  # fmt: skip
-        whole = tiles // chunk[None, :]
+        )  # fmt: skip
+        whole = tiles[:, None] // chunk[None, :]
+        rest = tiles[:, None] - whole * chunk[None, :]
         full += tl.sum(whole, 0)
-        items += tl.sum(whole + tl.where(tiles > whole * chunk[None, :], 1, 0), 0)
-        work += tl.sum(tiles + tl.zeros_like(whole), 0)
-    waves = tl.ceil(full.to(tl.float32) / slots_per_head) * (chunk.to(tl.float32) + item_cost)
-    spread = (work.to(tl.float32) + items.to(tl.float32) * item_cost) / slots_per_head
-    finish = tl.maximum(waves, spread) + tl.where(chunk < longest, reduce_cost, 0.0)
-    finish = tl.where((items + batch <= max_items) | (k == 0), finish, float("inf"))
+        rest_items += tl.sum(tl.where(rest > 0, 1, 0), 0)
+        rest_tiles += tl.sum(rest, 0)
+    finish = _finish_time(
+        full.to(tl.float32), rest_items.to(tl.float32), rest_tiles.to(tl.float32), chunk.to(tl.float32),
+        slots_per_head, overlap, item_cost, reduce_cost, split_cost, ((longest + chunk - 1) // chunk).to(tl.float32),
+    )  # fmt: skip
+    finish = tl.where((full + rest_items + batch <= max_items) | (k == 0), finish, float("inf"))
     best = tl.argmin(finish, 0)
     return tl.sum(tl.where(k == best, chunk, 0), 0)
 
 
 @triton.jit
+def _write_item(items, max_items, at, seq, start, end, length, first, full, last, mask):
+    """A work item field by field: sequence, tokens start … end, length, and where the sequence's other items are."""
+    tl.store(items + at, seq, mask=mask)
+    tl.store(items + max_items + at, start, mask=mask)
+    tl.store(items + 2 * max_items + at, tl.minimum(end, length), mask=mask)
+    tl.store(items + 3 * max_items + at, length, mask=mask)
+    tl.store(items + 4 * max_items + at, first, mask=mask)
+    tl.store(items + 5 * max_items + at, full, mask=mask)
+    tl.store(items + 6 * max_items + at, last, mask=mask)
+
+
+@triton.jit
 def _write_items(
-    item_seq, item_chunk, seq_info, tiles, chunk, batch, max_batch, BLOCK: tl.constexpr, BUCKETS: tl.constexpr
-):
-    """Writes the item list, longest first, and where each sequence's items are; returns the number of items."""
+    items, max_items, tiles, base, length, chunk, batch,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, BUCKETS: tl.constexpr,
+):  # fmt: skip
+    """Writes the item list, longest first; returns the number of items."""
     seq = tl.arange(0, BLOCK)
     full = tl.where(seq < batch, tiles // chunk, 0)
     first = tl.cumsum(full, 0) - full
-    for j in range(tl.max(full, 0)):
-        tl.store(item_seq + first + j, seq, mask=j < full)
-        tl.store(item_chunk + first + j, full * 0 + j, mask=j < full)
     rest = tiles - full * chunk
     has_rest = (seq < batch) & ((rest > 0) | (tiles == 0))
     bucket = rest * BUCKETS // chunk
@@ -89,36 +122,35 @@ def _write_items(
     for i in tl.static_range(BUCKETS):
         here = has_rest & (bucket == BUCKETS - 1 - i)
         one = tl.where(here, 1, 0)
-        position = count + tl.cumsum(one, 0) - one
-        last = tl.where(here, position, last)
+        last = tl.where(here, count + tl.cumsum(one, 0) - one, last)
         count += tl.sum(one, 0)
-    tl.store(item_seq + last, seq, mask=has_rest)
-    tl.store(item_chunk + last, full, mask=has_rest)
-    tl.store(seq_info + seq, first, mask=seq < batch)
-    tl.store(seq_info + max_batch + seq, full, mask=seq < batch)
-    tl.store(seq_info + 2 * max_batch + seq, last, mask=seq < batch)
+    step = chunk * TILE
+    for j in range(tl.max(full, 0)):
+        start = base + j * step
+        _write_item(items, max_items, first + j, seq, start, start + step, length, first, full, last, j < full)
+    start = base + full * step
+    _write_item(items, max_items, last, seq, start, start + step, length, first, full, last, has_rest)
     return count
 
 
-@triton.jit(do_not_specialize=["batch", "max_batch", "window", "max_items"])
+@triton.jit(do_not_specialize=["batch", "window", "item_limit", "max_items"])
 def _plan_kernel(
-    seq_lens, query_start_loc, meta, item_seq, item_chunk, seq_info,
-    batch, max_batch, window, max_items, min_chunk, fixed_chunk, slots_per_head, item_cost, reduce_cost,
+    seq_lens, query_start_loc, meta, items, batch, window, item_limit, max_items, min_chunk, fixed_chunk,
+    slots_per_head, overlap, item_cost, reduce_cost, split_cost,
     TILE: tl.constexpr, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr, WINDOW: tl.constexpr, FIXED: tl.constexpr,
     CANDIDATES: tl.constexpr, BLOCK: tl.constexpr, SCAN_BLOCK: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    tiles = _sequence_tiles(
+    tiles, base, length = _sequence_tiles(
         seq_lens, query_start_loc, tl.arange(0, BLOCK), batch, window, TILE, QUERY_LEN, RAGGED, WINDOW
     )
-    longest = tl.maximum(tl.max(tiles, 0), 1)
-    if FIXED:
-        chunk = fixed_chunk
-    else:
+    chunk = fixed_chunk
+    if not FIXED:
         chunk = _best_chunk(
-            seq_lens, query_start_loc, batch, window, longest, slots_per_head, max_items, min_chunk, item_cost,
-            reduce_cost, TILE, QUERY_LEN, RAGGED, WINDOW, CANDIDATES, SCAN_BLOCK,
+            seq_lens, query_start_loc, batch, window, tl.maximum(tl.max(tiles, 0), 1), slots_per_head, item_limit,
+            min_chunk, overlap, item_cost, reduce_cost, split_cost, TILE, QUERY_LEN, RAGGED, WINDOW, CANDIDATES,
+            SCAN_BLOCK,
         )  # fmt: skip
-    count = _write_items(item_seq, item_chunk, seq_info, tiles, chunk, batch, max_batch, BLOCK, BUCKETS)
+    count = _write_items(items, max_items, tiles, base, length, chunk, batch, TILE, BLOCK, BUCKETS)
     tl.store(meta, count)
     tl.store(meta + 1, chunk)
 
@@ -129,8 +161,8 @@ class DecodeWorkspace:
     One workspace serves all layers of one head layout and window. Call `plan` once a step (inside the graph), then
     `paged_decode` for each layer. Rows: `max_batch` sequences of up to `query_len` tokens.
 
-    deterministic=True cuts every sequence at fixed places, so that the result for a sequence has the same bits
-    whatever else is in the batch. Both modes give the same bits when repeated.
+    deterministic=True cuts every sequence every `chunk_tokens` (1024), so that the result for a sequence has the same
+    bits whatever else is in the batch. Without it the plan chooses; both give the same bits when repeated.
 
     Raises KernelValueError for a head layout or sizes that the kernel cannot take.
     """
@@ -148,6 +180,7 @@ class DecodeWorkspace:
         query_len: int = 1,
         window: int | None = None,
         deterministic: bool = False,
+        chunk_tokens: int | None = None,
         pack_heads: bool = True,
         config: DecodeConfig | None = None,
     ) -> None:
@@ -167,13 +200,14 @@ class DecodeWorkspace:
         rows = self.heads_per_program * query_len
         self.config = config or decode_config(capability(device), kind, head_dim, rows)
         self.rows = self.config.padded_rows(rows)
+        self.fixed_chunk = max(1, (chunk_tokens or DETERMINISTIC_CHUNK_TOKENS) // self.config.tile)
+        self.fixed = deterministic or chunk_tokens is not None
         self.slots_per_head = max(1.0, num_slots(device, self.config) / self.programs)
         self._allocate(device)
 
     def _allocate(self, device: torch.device) -> None:
         tiles = -(-self.max_seq_len // self.config.tile)
-        self.fixed_chunk = max(1, DETERMINISTIC_CHUNK_TOKENS // self.config.tile)
-        if self.deterministic:
+        if self.fixed:
             self.max_items = self.max_batch * -(-tiles // self.fixed_chunk)
         else:
             self.max_items = self.max_batch + min(
@@ -181,8 +215,7 @@ class DecodeWorkspace:
             )
         ints = {"dtype": torch.int32, "device": device}
         self.meta = torch.zeros(4, **ints)
-        self.items = torch.zeros(2, self.max_items, **ints)
-        self.seq_info = torch.zeros(3, self.max_batch, **ints)
+        self.items = torch.zeros(ITEM_FIELDS, self.max_items, **ints)
         self.counters = torch.zeros(self.max_batch * self.programs, **ints)
         scratch = self.max_items * self.programs * self.rows
         self.partial_out = torch.empty(scratch * self.head_dim, dtype=torch.float32, device=device)
@@ -191,7 +224,7 @@ class DecodeWorkspace:
     @property
     def num_bytes(self) -> int:
         """Bytes of device memory that the workspace holds."""
-        parts = (self.meta, self.items, self.seq_info, self.counters, self.partial_out, self.partial_stats)
+        parts = (self.meta, self.items, self.counters, self.partial_out, self.partial_stats)
         return sum(part.numel() * part.element_size() for part in parts)
 
     def plan(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor | None = None) -> None:
@@ -203,12 +236,11 @@ class DecodeWorkspace:
             return
         candidates = min(256, max(32, triton.next_power_of_2(int(self.slots_per_head))))
         _plan_kernel[(1,)](
-            seq_lens, seq_lens if query_start_loc is None else query_start_loc, self.meta, self.items[0], self.items[1],
-            self.seq_info, batch, self.max_batch, self.window or 0,
-            self.max_items + (batch - self.max_batch), max(1, MIN_CHUNK_TOKENS // self.config.tile), self.fixed_chunk,
-            self.slots_per_head, ITEM_COST_TILES, REDUCE_COST_TILES,
-            TILE=self.config.tile, QUERY_LEN=self.query_len, RAGGED=query_start_loc is not None,
-            WINDOW=self.window is not None, FIXED=self.deterministic, CANDIDATES=candidates,
-            BLOCK=max(16, triton.next_power_of_2(batch)), SCAN_BLOCK=max(16, 4096 // candidates),
-            BUCKETS=NUM_BUCKETS, num_warps=8,
+            seq_lens, seq_lens if query_start_loc is None else query_start_loc, self.meta, self.items, batch,
+            self.window or 0, self.max_items + batch - self.max_batch, self.max_items,
+            max(1, MIN_CHUNK_TOKENS // self.config.tile), self.fixed_chunk, self.slots_per_head,
+            OVERLAP, ITEM_COST, REDUCE_COST, SPLIT_COST, TILE=self.config.tile, QUERY_LEN=self.query_len,
+            RAGGED=query_start_loc is not None, WINDOW=self.window is not None, FIXED=self.fixed,
+            CANDIDATES=candidates, BLOCK=max(16, triton.next_power_of_2(batch)),
+            SCAN_BLOCK=max(16, 4096 // candidates), BUCKETS=NUM_BUCKETS, num_warps=8,
         )  # fmt: skip

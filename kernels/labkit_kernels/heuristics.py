@@ -26,6 +26,7 @@ class DecodeConfig:
     (Hopper's WGMMA, at most 32 columns); otherwise queries are the rows. prefetch: block ids are read one tile ahead.
     ctas_per_sm: programs of one multiprocessor at the same time, which the split aims at.
     merge: partial values read at once when splits are merged.
+    words: an 8-bit cache is read as 32-bit words and unpacked in registers; queries are then the rows.
     """
 
     tile: int = 64
@@ -35,6 +36,7 @@ class DecodeConfig:
     prefetch: bool = True
     ctas_per_sm: int = 2
     merge: int = 4096
+    words: bool = False
     evict: str = ""
 
     def padded_rows(self, rows: int) -> int:

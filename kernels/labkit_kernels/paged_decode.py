@@ -1,8 +1,8 @@
 """Paged decode attention: 1 to 8 query tokens a sequence, the query heads of a KV head in one program, split over KV.
 
 Reference: `labkit_kernels.reference.paged_attention`. The softmax is the online one of FlashAttention (arXiv
-2205.14135) in base 2; partial results are merged by their log-sum-exp (arXiv 2402.05099) by the program that finishes last, in a
-fixed order, so repeated runs give the same bits.
+2205.14135) in base 2; partial results are merged by their log-sum-exp (arXiv 2402.05099) by the program that finishes
+last, in a fixed order, so repeated runs give the same bits.
 """
 
 from __future__ import annotations
@@ -15,32 +15,34 @@ from labkit_kernels.checks import KernelTypeError, KernelValueError, check_cache
 from labkit_kernels.decode_plan import DecodeWorkspace
 from labkit_kernels.ops import block_ids, cache_kind, load_rows, readable, row_offsets, soft_cap, to_compute
 from labkit_kernels.scores import Scores, by_row, by_token, finish_rows, score_arguments, sequence_rows
+from labkit_kernels.words import as_words, unpack, word_factor, word_kind
 
 
 @triton.jit
-def _scores(
-    q, k, tokens, limit, k_tokens, qk_scale, softcap, window,
+def _finish_scores(
+    s, tokens, limit, k_tokens, qk_scale, softcap, window,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr, SWAP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 scores of a tile, -inf where a row may not look: `[tokens, rows]` swapped, else `[rows, tokens]`."""
-    if SWAP:
-        s = tl.dot(k, q, input_precision=PRECISION)
-    if not SWAP:
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    """Base-2 scores of a tile from its products, -inf where a row may not look."""
+    if TOKEN_SCALES:
+        s = s * by_token(k_tokens, SWAP)
+    s = s * qk_scale
     if SOFTCAP:
-        s = s * (qk_scale * 0.6931471805599453)
-        if TOKEN_SCALES:
-            s = s * by_token(k_tokens, SWAP)
-        s = soft_cap(s, softcap) * 1.4426950408889634
-    else:
-        s = s * qk_scale
-        if TOKEN_SCALES:
-            s = s * by_token(k_tokens, SWAP)
+        s = soft_cap(s * 0.6931471805599453, softcap) * 1.4426950408889634
     visible = by_token(tokens, SWAP) <= by_row(limit, SWAP)
     if WINDOW:
         visible = visible & (by_token(tokens, SWAP) > by_row(limit - window, SWAP))
     return tl.where(visible, s, float("-inf"))
+
+
+@triton.jit
+def _softmax_step(s, m, sums, SWAP: tl.constexpr):
+    """Weights of a tile and the running maximum, sums and rescale factor of the online softmax, base 2."""
+    m_new = tl.maximum(m, tl.max(s, 0 if SWAP else 1))
+    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = by_row(tl.exp2(m - safe), SWAP)
+    p = tl.exp2(s - by_row(safe, SWAP))
+    return p, alpha, m_new, sums * alpha + p
 
 
 @triton.jit
@@ -50,6 +52,7 @@ def _attend(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SWAP: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over tokens start … end: output not yet divided, row maxima (base 2), row sums."""
     TOKENS: tl.constexpr = 0 if SWAP else 1
@@ -77,17 +80,20 @@ def _attend(
         if TOKEN_SCALES:
             ts_at = row_offsets(blocks, tokens, ts_stride_block, ts_stride_slot, BLOCK_SIZE)
             ks = tl.load(k_tokens + ts_at, mask=tokens < end, other=0.0)
-        s = _scores(q, k, tokens, limit, ks, qk_scale, softcap, window, WINDOW, SOFTCAP, TOKEN_SCALES, SWAP, PRECISION)
-        m_new = tl.maximum(m, tl.max(s, TOKENS))
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = by_row(tl.exp2(m - safe), SWAP)
-        p = tl.exp2(s - by_row(safe, SWAP))
-        sums = sums * alpha + p
-        m = m_new
+        if SWAP:
+            s = tl.dot(k, q, input_precision=PRECISION)
+        if not SWAP:
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s = _finish_scores(
+            s, tokens, limit, ks, qk_scale, softcap, window, WINDOW, SOFTCAP, TOKEN_SCALES, SWAP
+        )  # fmt: skip
+        p, alpha, m, sums = _softmax_step(s, m, sums, SWAP)
         if TOKEN_SCALES:
             # 2⁸ keeps weights times small scales out of fp16's subnormals; `value_scale` takes it back.
             p = p * (by_token(tl.load(v_tokens + ts_at, mask=tokens < end, other=0.0), SWAP) * 256.0)
-        v_at = row_offsets(blocks, tokens, v_stride_block, v_stride_slot, BLOCK_SIZE)
+        v_at = k_at
+        if not SAME_STRIDES:
+            v_at = row_offsets(blocks, tokens, v_stride_block, v_stride_slot, BLOCK_SIZE)
         v = to_compute(load_rows(v_base, v_at[:, None] + d[None, :], mask, True, EVICT), fence, KIND, ASM)
         if SWAP:
             acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * alpha, input_precision=PRECISION)
@@ -96,6 +102,55 @@ def _attend(
     if SWAP:
         acc = tl.trans(acc)
     return acc, m, tl.sum(sums, TOKENS)
+
+
+@triton.jit
+def _attend_words(
+    q, limit, k_base, v_base, k_tokens, v_tokens, table, start, end, qk_scale, softcap, window,
+    k_stride_block, k_stride_slot, v_stride_block, v_stride_slot, ts_stride_block, ts_stride_slot,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr, EVICT: tl.constexpr, SAME_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """`_attend` over an 8-bit cache read as words; q is four tiles of every fourth head dimension."""
+    q0, q1, q2, q3 = q
+    offs = tl.arange(0, TILE)
+    w = tl.arange(0, DP // 4)
+    m = tl.full([N], float("-inf"), tl.float32)
+    sums = tl.zeros([N, TILE], tl.float32)
+    acc0 = tl.zeros([N, DP // 4], tl.float32)
+    acc1, acc2, acc3 = acc0, acc0, acc0
+    ahead = block_ids(table, start, offs, end, BLOCK_SIZE, TILE)
+    for at in tl.range(start, end, TILE, num_stages=STAGES):
+        blocks = ahead
+        ahead = block_ids(table, at + TILE, offs, end, BLOCK_SIZE, TILE)
+        tokens = at + offs
+        mask = (tokens < end)[:, None] & (w < D // 4)[None, :]
+        k_at = row_offsets(blocks, tokens, k_stride_block, k_stride_slot, BLOCK_SIZE)
+        k0, k1, k2, k3 = unpack(load_rows(k_base, k_at[:, None] + w[None, :], mask, True, EVICT), KIND, ASM)
+        ks = tokens
+        if TOKEN_SCALES:
+            ts_at = row_offsets(blocks, tokens, ts_stride_block, ts_stride_slot, BLOCK_SIZE)
+            ks = tl.load(k_tokens + ts_at, mask=tokens < end, other=0.0)
+        s = tl.dot(q1, tl.trans(k1), tl.dot(q0, tl.trans(k0)))
+        s = tl.dot(q3, tl.trans(k3), tl.dot(q2, tl.trans(k2), s))
+        s = _finish_scores(
+            s, tokens, limit, ks, qk_scale, softcap, window, WINDOW, SOFTCAP, TOKEN_SCALES, False
+        )  # fmt: skip
+        p, alpha, m, sums = _softmax_step(s, m, sums, False)
+        if TOKEN_SCALES:
+            p = p * (tl.load(v_tokens + ts_at, mask=tokens < end, other=0.0)[None, :] * 256.0)
+        v_at = k_at
+        if not SAME_STRIDES:
+            v_at = row_offsets(blocks, tokens, v_stride_block, v_stride_slot, BLOCK_SIZE)
+        v0, v1, v2, v3 = unpack(load_rows(v_base, v_at[:, None] + w[None, :], mask, True, EVICT), KIND, ASM)
+        p = p.to(tl.float16)
+        acc0 = tl.dot(p, v0, acc0 * alpha)
+        acc1 = tl.dot(p, v1, acc1 * alpha)
+        acc2 = tl.dot(p, v2, acc2 * alpha)
+        acc3 = tl.dot(p, v3, acc3 * alpha)
+    acc = tl.reshape(tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3)), [N, DP])
+    return acc, m, tl.sum(sums, 1)
 
 
 @triton.jit
@@ -110,23 +165,23 @@ def merge_partials(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
     for start in tl.range(0, count, STEP, num_stages=1):
-        chunk = start + tl.arange(0, STEP)
-        item = tl.where(chunk < full, first + chunk, last).to(tl.int64)
-        slot = ((item * PROGRAMS + head) * N)[:, None] + r[None, :]
-        ok = (chunk < count)[:, None] & (r < rows)[None, :]
-        m_part = tl.load(partial_stats + slot, mask=ok, other=float("-inf"), cache_modifier=".cg")
-        total_part = tl.load(partial_stats + scratch + slot, mask=ok, other=0.0, cache_modifier=".cg")
-        ok_out = ok[:, :, None] & (d < D)[None, None, :]
-        part = tl.load(
-            partial_out + slot[:, :, None] * D + d[None, None, :], mask=ok_out, other=0.0, cache_modifier=".cg"
-        )
-        m_new = tl.maximum(m, tl.max(m_part, 0))
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2(m_part - safe[None, :])
-        alpha = tl.exp2(m - safe)
-        acc = acc * alpha[:, None] + tl.sum(part * weight[:, :, None], 0)
-        total = total * alpha + tl.sum(total_part * weight, 0)
-        m = m_new
+        # Unrolled, so that the loads of a step are all in flight and no axis is spread over threads.
+        for j in tl.static_range(STEP):
+            chunk = start + j
+            item = tl.where(chunk < full, first + chunk, last).to(tl.int64)
+            slot = (item * PROGRAMS + head) * N + r
+            ok = (chunk < count) & (r < rows)
+            m_part = tl.load(partial_stats + slot, mask=ok, other=float("-inf"), cache_modifier=".cg")
+            total_part = tl.load(partial_stats + scratch + slot, mask=ok, other=0.0, cache_modifier=".cg")
+            at = slot[:, None] * D + d[None, :]
+            part = tl.load(partial_out + at, mask=ok[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg")
+            m_new = tl.maximum(m, m_part)
+            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            weight = tl.exp2(m_part - safe)
+            alpha = tl.exp2(m - safe)
+            acc = acc * alpha[:, None] + part * weight[:, None]
+            total = total * alpha + total_part * weight
+            m = m_new
     return acc, m, total
 
 
@@ -144,10 +199,12 @@ def _store_partial(
 
 
 @triton.jit
-def _query(q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND: tl.constexpr, HEADS: tl.constexpr,
-           D: tl.constexpr, DP: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
-    """Query rows of one program, token-major then head; transposed when swapped; fp16 for 8-bit caches."""
-    d = tl.arange(0, DP)
+def _query(
+    q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, SWAP: tl.constexpr, FIRST: tl.constexpr, EVERY: tl.constexpr,
+):  # fmt: skip
+    """Query rows of one program, token-major then head, dimensions FIRST, FIRST + EVERY, …; fp16 for 8-bit caches."""
+    d = FIRST + EVERY * tl.arange(0, DP // EVERY)
     at = (q_start + rows // HEADS).to(tl.int64) * q_stride_token + (q_head + rows % HEADS) * q_stride_head
     x = tl.load(q + at[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
     if KIND != "native":
@@ -155,6 +212,19 @@ def _query(q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND:
     if SWAP:
         x = tl.trans(x)
     return x
+
+
+@triton.jit
+def _query_words(
+    q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Query rows as four tiles, as `unpack` gives the keys."""
+    q0 = _query(q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND, HEADS, D, DP, False, 0, 4)
+    q1 = _query(q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND, HEADS, D, DP, False, 1, 4)
+    q2 = _query(q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND, HEADS, D, DP, False, 2, 4)
+    q3 = _query(q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND, HEADS, D, DP, False, 3, 4)
+    return q0, q1, q2, q3
 
 
 @triton.jit
@@ -190,13 +260,12 @@ def _arrive(counter, count):
     return last
 
 
-@triton.jit(do_not_specialize=["window", "max_batch", "scratch", "table_stride"])
+@triton.jit(do_not_specialize=["window", "max_items", "scratch", "table_stride"])
 def _decode_kernel(
-    q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, out, lse,
-    meta, item_seq, item_chunk, seq_info, counters, partial_out, partial_stats,
+    q, k_cache, v_cache, block_tables, query_start_loc, out, lse, meta, items, counters, partial_out, partial_stats,
     sinks, k_scale_ptr, v_scale_ptr, k_tokens, v_tokens,
     scale, softcap, window, k_scale, v_scale, fence, ks_stride, vs_stride,
-    ts_stride_block, ts_stride_slot, ts_stride_head, max_batch, scratch, table_stride,
+    ts_stride_block, ts_stride_slot, ts_stride_head, max_items, scratch, table_stride,
     q_stride_token, q_stride_head, k_stride_block, k_stride_slot, k_stride_head,
     v_stride_block, v_stride_slot, v_stride_head, out_stride_token, out_stride_head, lse_stride_token,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALE_TENSORS: tl.constexpr,
@@ -204,40 +273,57 @@ def _decode_kernel(
     QUERY_LEN: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PROGRAMS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, EVICT: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr, EVICT: tl.constexpr, STEP: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0) // PROGRAMS
     program = tl.program_id(0) % PROGRAMS
-    if item >= tl.load(meta):
+    # All fields at once, before the exit: one round trip to memory instead of a chain of them.
+    num_items = tl.load(meta)
+    seq = tl.load(items + item)
+    start = tl.load(items + max_items + item)
+    end = tl.load(items + 2 * max_items + item)
+    seq_len = tl.load(items + 3 * max_items + item)
+    first = tl.load(items + 4 * max_items + item)
+    full = tl.load(items + 5 * max_items + item)
+    last = tl.load(items + 6 * max_items + item)
+    if item >= num_items:
         return
-    seq = tl.load(item_seq + item)
-    start = tl.load(item_chunk + item) * tl.load(meta + 1) * TILE
-    first = tl.load(seq_info + seq)
-    full = tl.load(seq_info + max_batch + seq)
-    last = tl.load(seq_info + 2 * max_batch + seq)
-    seq_len = tl.load(seq_lens + seq)
     q_start, query_len = sequence_rows(query_start_loc, seq, QUERY_LEN, RAGGED)
     kv_head = (program * HEADS // GROUP).to(tl.int64)
     r = tl.arange(0, N)
     rows = query_len * HEADS
     limit = tl.where(r < rows, seq_len - query_len + r // HEADS, -1)
-    if WINDOW:
-        start += tl.maximum(seq_len - query_len - window + 1, 0) // TILE * TILE
-    end = tl.minimum(start + tl.load(meta + 1) * TILE, seq_len)
     if SCALE_TENSORS:
         k_scale *= tl.load(k_scale_ptr + kv_head * ks_stride)
         v_scale *= tl.load(v_scale_ptr + kv_head * vs_stride)
     if TOKEN_SCALES:
         v_scale *= 0.00390625
-    queries = _query(q, q_start, program * HEADS, r, r < rows, q_stride_token, q_stride_head, KIND, HEADS, D, DP, SWAP)
-    acc, m, total = _attend(
-        queries, limit, k_cache + kv_head * k_stride_head, v_cache + kv_head * v_stride_head,
-        k_tokens + kv_head * ts_stride_head, v_tokens + kv_head * ts_stride_head,
-        block_tables + seq.to(tl.int64) * table_stride, start, end, scale * k_scale * 1.4426950408889634, softcap,
-        window, tl.full([], fence, tl.float16), k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-        ts_stride_block, ts_stride_slot, WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP, N, TILE, BLOCK_SIZE,
-        SWAP, PREFETCH, STAGES, PRECISION, EVICT,
-    )  # fmt: skip
+    k_base = k_cache + kv_head * k_stride_head
+    v_base = v_cache + kv_head * v_stride_head
+    ks_base = k_tokens + kv_head * ts_stride_head
+    vs_base = v_tokens + kv_head * ts_stride_head
+    table = block_tables + seq.to(tl.int64) * table_stride
+    qk_scale = scale * k_scale * 1.4426950408889634
+    if WORDS:
+        queries = _query_words(
+            q, q_start, program * HEADS, r, r < rows, q_stride_token, q_stride_head, KIND, HEADS, D, DP
+        )
+        acc, m, total = _attend_words(
+            queries, limit, k_base, v_base, ks_base, vs_base, table, start, end, qk_scale, softcap, window,
+            k_stride_block, k_stride_slot, v_stride_block, v_stride_slot, ts_stride_block, ts_stride_slot,
+            WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP, N, TILE, BLOCK_SIZE, STAGES, EVICT, SAME_STRIDES,
+        )  # fmt: skip
+    else:
+        queries = _query(
+            q, q_start, program * HEADS, r, r < rows, q_stride_token, q_stride_head, KIND, HEADS, D, DP, SWAP, 0, 1
+        )
+        acc, m, total = _attend(
+            queries, limit, k_base, v_base, ks_base, vs_base, table, start, end, qk_scale, softcap, window,
+            tl.full([], fence, tl.float16), k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+            ts_stride_block, ts_stride_slot, WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP, N, TILE, BLOCK_SIZE,
+            SWAP, PREFETCH, STAGES, PRECISION, EVICT, SAME_STRIDES,
+        )  # fmt: skip
     count = full + tl.where(last >= 0, 1, 0)
     if count == 1:
         _write_rows(
@@ -334,26 +420,31 @@ def make_workspace(
 
 
 def _launch(q, k_cache, v_cache, block_tables, seq_lens, scores, workspace, query_start_loc, out, lse) -> None:
+    config, programs = workspace.config, workspace.programs
     kind = cache_kind(k_cache)
     arguments = score_arguments(scores, q, kind)
-    config, programs = workspace.config, workspace.programs
+    k_words, v_words = as_words(k_cache), as_words(v_cache)
+    words = config.words and k_words is not None and v_words is not None
+    switches = dict(arguments.switches)
+    if words:
+        k, v, switches["KIND"] = k_words, v_words, word_kind(k_cache, kind)
+        factor = word_factor(switches["KIND"], bool(switches["ASM"]))
+        arguments = arguments.with_scale_factor(factor)
+    else:
+        k, v = readable(k_cache, kind), readable(v_cache, kind)
     padded = triton.next_power_of_2(q.shape[2])
     rows = triton.next_power_of_2(workspace.heads_per_program * workspace.query_len)
-    items = workspace.max_items + seq_lens.shape[0] - workspace.max_batch
-    if workspace.deterministic:
-        items = workspace.max_items
+    items = workspace.max_items if workspace.fixed else workspace.max_items + seq_lens.shape[0] - workspace.max_batch
     _decode_kernel[(items * programs,)](
-        q, readable(k_cache, kind), readable(v_cache, kind), block_tables, seq_lens,
-        seq_lens if query_start_loc is None else query_start_loc, out, out if lse is None else lse,
-        workspace.meta, workspace.items[0], workspace.items[1], workspace.seq_info, workspace.counters,
-        workspace.partial_out, workspace.partial_stats, *arguments.tensors, *arguments.numbers,
-        workspace.max_batch, workspace.partial_stats.shape[1], block_tables.stride(0),
-        q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3], out.stride(0), out.stride(1),
-        0 if lse is None else lse.stride(0),
-        **arguments.switches, LSE=lse is not None, RAGGED=query_start_loc is not None, QUERY_LEN=workspace.query_len,
+        q, k, v, block_tables, seq_lens if query_start_loc is None else query_start_loc, out,
+        out if lse is None else lse, workspace.meta, workspace.items, workspace.counters, workspace.partial_out,
+        workspace.partial_stats, *arguments.tensors, *arguments.numbers, workspace.max_items,
+        workspace.partial_stats.shape[1], block_tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3],
+        *v.stride()[:3], out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0), **switches,
+        LSE=lse is not None, RAGGED=query_start_loc is not None, QUERY_LEN=workspace.query_len,
         GROUP=q.shape[1] // k_cache.shape[2], HEADS=workspace.heads_per_program, PROGRAMS=programs,
-        D=q.shape[2], DP=padded, N=workspace.rows, TILE=config.tile, BLOCK_SIZE=k_cache.shape[1],
-        SWAP=config.swap, PREFETCH=config.prefetch, STAGES=config.stages, EVICT=config.evict,
-        PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
-        ROWS=rows, STEP=max(1, config.merge // (rows * padded)), num_warps=config.warps,
+        D=q.shape[2], DP=padded, N=workspace.rows, ROWS=rows, TILE=config.tile, BLOCK_SIZE=k_cache.shape[1],
+        SWAP=config.swap and not words, PREFETCH=config.prefetch, STAGES=config.stages, EVICT=config.evict,
+        PRECISION="ieee" if q.dtype is torch.float32 else "tf32", STEP=max(1, config.merge // (rows * padded)),
+        SAME_STRIDES=k.stride() == v.stride(), WORDS=words, num_warps=config.warps,
     )  # fmt: skip

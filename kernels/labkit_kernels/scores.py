@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import triton
@@ -66,6 +66,11 @@ class ScoreArguments:
     tensors: tuple[torch.Tensor, ...]
     numbers: tuple[float | int, ...]
     switches: dict[str, object] = field(default_factory=dict)
+
+    def with_scale_factor(self, factor: float) -> ScoreArguments:
+        """The same with both KV scales times `factor` (numbers 3 and 4)."""
+        scales = tuple(scale * factor for scale in self.numbers[3:5])
+        return replace(self, numbers=(*self.numbers[:3], *scales, *self.numbers[5:]))
 
 
 def score_arguments(scores: Scores, q: torch.Tensor, kind: str) -> ScoreArguments:
