@@ -125,7 +125,9 @@ def _csv_rows(
     prefixes = places[form.prefixes] if form.prefixes is not None else None
     read_time = _read_date if form.arrival_unit_s == 0 else _read_seconds
     ranges_left = MAX_PREFIX_RANGES
+    place = _Place(name)
     for number, line in lines:
+        place.line = number
         cells = _split(line, name, number)
         if len(cells) != len(columns):
             raise FileFormatError(
@@ -133,7 +135,6 @@ def _csv_rows(
                 needed=f"{len(columns)}",
                 available=f"{len(cells)}",
             )
-        place = _Place(name, number)
         input_tokens = _read_tokens(cells[inputs], place, columns[inputs])
         blocks: tuple[tuple[int, int], ...] = ()
         if prefixes is not None:
@@ -150,8 +151,9 @@ def _csv_rows(
 
 def _json_rows(lines: Iterator[tuple[int, str]], name: str) -> Iterator[RequestSpec]:
     ranges_left = MAX_PREFIX_RANGES
+    place = _Place(name)
     for number, line in lines:
-        place = _Place(name, number)
+        place.line = number
         try:
             row = json.loads(line, parse_int=_short_int)
         except (ValueError, RecursionError) as error:
@@ -170,10 +172,12 @@ def _json_rows(lines: Iterator[tuple[int, str]], name: str) -> Iterator[RequestS
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Place:
+    """Where a reader stands; one for a file, moved from line to line."""
+
     name: str
-    line: int
+    line: int = 0
 
     def wrong(self, column: str, value: object, needed: str) -> FileFormatError:
         shown = plain(repr(value), 80)

@@ -16,7 +16,7 @@ from labkit.specs.workload import RequestSpec, Workload
 from labkit.specs.workload_steps import check_count, check_number, clip_lengths, first_requests, scale_rate, slice_time
 from labkit.text import nearest, plain
 
-MAX_REQUESTS = 1_000_000
+MAX_REQUESTS = 500_000
 
 
 def load_workload(
@@ -87,14 +87,18 @@ def _read(name_or_path: str | os.PathLike[str], stop_s: float | None, most: int 
         steps.append("sorted by arrival")
     if form.arrival is None:
         steps.append("the file has no times: every request arrives at 0 s")
+    return _described(entry, path, form, tuple(_from_zero(requests)), steps, seed)
+
+
+def _from_zero(requests: list[RequestSpec]) -> list[RequestSpec]:
+    """`requests` with arrivals counted from the first one, to the microsecond."""
     first = requests[0].arrival_s if requests else 0.0
-    shifted = tuple(
-        RequestSpec(
-            round(request.arrival_s - first, 6), request.input_tokens, request.output_tokens, request.prefix_blocks
-        )
-        for request in requests
-    )
-    return _described(entry, path, form, shifted, steps, seed)
+    if first == 0.0:
+        return requests
+    return [
+        RequestSpec(round(entry.arrival_s - first, 6), entry.input_tokens, entry.output_tokens, entry.prefix_blocks)
+        for entry in requests
+    ]
 
 
 def _described(
