@@ -129,6 +129,8 @@ def binding_limit(config: EngineConfig, ranks: list[RankPlan], binding: int, cap
         return "num_gpu_blocks_override sets the number of KV blocks"
     if rank.total_bytes - rank.outside_bytes < rank.budget_bytes:
         return "gpu_memory_utilization asks for more than is free on the card"
+    if not rank.layout.block_bytes:
+        return "no KV: requests are computed whole, max_num_batched_tokens bounds them"
     stage = f" on pipeline stage {binding} of {len(ranks)}" if len(ranks) > 1 else ""
     if rank.available_kv_bytes <= 0:
         return f"weights and activations leave nothing for KV{stage}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from labkit.errors import OutOfRangeError
@@ -36,7 +37,8 @@ def question_for(
     Args:
         model: catalogue name, hub id, folder, config.json or GGUF file.
         gpu: catalogue name, "auto" or "cpu".
-        knobs: fields of `EngineConfig` that were set; the rest is as that vLLM version says.
+        knobs: fields of `EngineConfig` that were set; the rest is as that vLLM version says. max_model_len -1 or "auto"
+            takes the longest that fits.
         num_gpus: cards; without parallel sizes among the knobs they become tensor parallelism.
         total_gib, free_gib, available_kv_gib, weights_gib: what the machine or a log reports, per card.
 
@@ -46,6 +48,9 @@ def question_for(
     from labkit.specs import load_gpu, load_model
 
     settings = dict(knobs or {})
+    is_auto = settings.get("max_model_len") in (-1, "auto")
+    if is_auto:
+        del settings["max_model_len"]
     if engine != "labkit":
         settings.setdefault("gpu_memory_utilization", vllm_rules(vllm).utilization)
     _set_parallel_sizes(settings, num_gpus)
@@ -54,9 +59,10 @@ def question_for(
         "weights_bytes": weights_gib,
     }  # fmt: skip
     for name, value in sizes.items():
-        if value is not None and (not 0 <= value < 2**20) and name != "available_kv_bytes":
+        lowest = -(2**20) if name == "available_kv_bytes" else 0  # a log may print a negative pool
+        if value is not None and not lowest <= value < 2**20:
             raise OutOfRangeError(f"{name.removesuffix('_bytes')} cannot be {value} GiB", works="0 or more GiB")
-    return Question(
+    question = Question(
         load_model(model),
         load_gpu(gpu),
         EngineConfig(**settings),
@@ -65,6 +71,14 @@ def question_for(
         calibration=calibration,
         overrides=Overrides(**{name: None if value is None else round(value * GIB) for name, value in sizes.items()}),
     )
+    return _with_longest(question) if is_auto else question
+
+
+def _with_longest(question: Question) -> Question:
+    """What `--max-model-len auto` does: the model's length, or the longest that fits."""
+    found = question.plan()
+    longest = min(found.config.max_model_len or 1, max(1, found.max_model_len_that_fits))
+    return replace(question, config=question.config.replace(max_model_len=longest))
 
 
 def _set_parallel_sizes(settings: dict[str, Any], num_gpus: int | None) -> None:
