@@ -36,7 +36,7 @@ class BlockKey:
     def __init__(self, parent: BlockKey | None, token_ids: tuple[int, ...], hash_function: HashFunction) -> None:
         self.parent = parent
         self.token_ids = token_ids
-        self.hash = hash_function(parent.hash if parent else b"", token_ids)
+        self.hash: bytes = hash_function(parent.hash if parent else b"", token_ids)
 
     def same_content(self, other: BlockKey | None) -> bool:
         """Whether both stand for the same tokens from the first one on; hashes are not trusted."""
@@ -248,7 +248,7 @@ class BlockPool:
             if start >= 0:
                 self._cursor = (start + length) % self.num_blocks
                 return list(range(start, start + count))
-        blocks = []
+        blocks: list[int] = []
         position = -1
         while len(blocks) < count:
             position = taken.find(1, position + 1)

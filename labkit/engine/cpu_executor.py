@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +13,7 @@ from labkit.engine.kv_cache import BlockRun, KVCache
 from labkit.engine.memory_meter import activation_peak_bytes
 from labkit.engine.paged_attention import PagedAttention, Span
 from labkit.engine.sampler import sample
+from labkit.errors import LabkitError
 from labkit.memory.records import MemoryPlan
 from labkit.models.decoder import Decoder
 
@@ -52,35 +54,47 @@ class BlockTables:
         return BlockRun(int(entries[0]), len(entries), num_tokens, block_ids)
 
 
+@dataclass(frozen=True)
+class _Allocated:
+    """What an executor allocates for one plan."""
+
+    plan: MemoryPlan
+    cache: KVCache
+    tables: BlockTables
+    attention: PagedAttention
+
+
 class CpuExecutor:
     """Owns KV cache, tables and attention of one engine; borrows the decoder.
 
     Memory, all allocated at construction but the activations:
+        Weights: the decoder's tensors and its rotary tables, which grow to max_model_len positions.
         KV pool: num_gpu_blocks · block_bytes, exactly `KVCache.pool_bytes`.
         Host pool: num_swap_blocks · block_bytes, beside the budget.
         Block tables: 4 bytes · max_num_seqs · blocks of the longest sequence.
         Workspace: the gather scratch, `KVCache.scratch_bytes`.
-        Weights: the decoder's tensors and its rotary tables, which grow to max_model_len positions.
         Activation: the peak of a step's temporaries, metered when `memory_parts` is first asked for under a plan.
     """
 
     def __init__(self, decoder: Decoder, plan: MemoryPlan) -> None:
         self._decoder = decoder
-        self._allocate(plan)
+        self._activation_bytes: int | None = None
+        self._allocated: _Allocated | None = _allocate(decoder, plan)
 
     def reconfigure(self, plan: MemoryPlan) -> None:
         """See `Executor.reconfigure`; the old pool goes before the new one comes."""
-        del self._cache, self._tables, self._attention
-        self._allocate(plan)
+        self._allocated = self._activation_bytes = None
+        self._allocated = _allocate(self._decoder, plan)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """See `Executor.execute`."""
-        self._cache.swap(batch.swap_out, batch.swap_in)
+        memory = self._memory()
+        memory.cache.swap(batch.swap_out, batch.swap_in)
         if not batch.sequences:
             return []
-        self._begin(batch)
-        hidden = self._decoder.forward(torch.tensor(batch.token_ids), torch.tensor(batch.positions), self._attention)
+        _begin(memory, batch)
+        hidden = self._decoder.forward(torch.tensor(batch.token_ids), torch.tensor(batch.positions), memory.attention)
         chosen = [row for row, samples in enumerate(batch.samples) if samples]
         if not chosen:
             return []
@@ -90,47 +104,54 @@ class CpuExecutor:
 
     def memory_parts(self) -> dict[str, int]:
         """See `Executor.memory_parts`."""
+        memory = self._memory()
         if self._activation_bytes is None:
-            self._activation_bytes = activation_peak_bytes(self._decoder, self._plan)
+            self._activation_bytes = activation_peak_bytes(self._decoder, memory.plan)
         return {
             "weights": self._decoder.num_bytes + self._decoder.table_bytes,
-            "kv_cache": self._cache.pool_bytes,
-            "block_tables": self._tables.array.nbytes,
+            "kv_cache": memory.cache.pool_bytes,
+            "block_tables": memory.tables.array.nbytes,
             "activation": self._activation_bytes,
-            "workspace": self._cache.scratch_bytes,
+            "workspace": memory.cache.scratch_bytes,
         }
 
     def close(self) -> None:
         """See `Executor.close`."""
-        self._cache = self._tables = self._attention = None  # type: ignore[assignment]
+        self._allocated = None
 
-    def _allocate(self, plan: MemoryPlan) -> None:
-        config = plan.config
-        self._plan = plan
-        self._activation_bytes: int | None = None
-        self._decoder.reserve_positions(int(config.max_model_len or 0))
-        max_blocks = min(-(-int(config.max_model_len or 0) // config.block_size), plan.num_gpu_blocks)
-        self._cache = KVCache(
-            plan.model,
-            num_blocks=plan.num_gpu_blocks,
-            num_swap_blocks=plan.num_swap_blocks,
-            block_size=config.block_size,
-            kv_cache_dtype=config.kv_cache_dtype,
-            dtype=self._decoder.dtype,
-            max_blocks_per_seq=max_blocks,
-        )
-        self._tables = BlockTables(int(config.max_num_seqs or 0), max_blocks)
-        self._attention = PagedAttention(plan.model, self._cache)
+    def _memory(self) -> _Allocated:
+        if self._allocated is None:
+            raise LabkitError("the engine is closed, or its last reconfiguration failed", works="a new engine")
+        return self._allocated
 
-    def _begin(self, batch: ScheduledBatch) -> None:
-        block_size = self._cache.block_size
-        positions = np.array(batch.positions, dtype=np.int64)
-        slots = positions % block_size
-        numbers = positions // block_size
-        spans = []
-        for row, slot in enumerate(batch.slots):
-            start, stop = batch.query_starts[row], batch.query_starts[row + 1]
-            entries = self._tables.update(slot, batch.block_tables[row])
-            slots[start:stop] += entries[numbers[start:stop]].astype(np.int64) * block_size
-            spans.append(Span(start, stop, self._tables.run(slot, batch.seq_lens[row])))
-        self._attention.begin(spans, torch.from_numpy(slots))
+
+def _allocate(decoder: Decoder, plan: MemoryPlan) -> _Allocated:
+    config = plan.config
+    decoder.reserve_positions(int(config.max_model_len or 0))
+    max_blocks = min(-(-int(config.max_model_len or 0) // config.block_size), plan.num_gpu_blocks)
+    cache = KVCache(
+        plan.model,
+        num_blocks=plan.num_gpu_blocks,
+        num_swap_blocks=plan.num_swap_blocks,
+        block_size=config.block_size,
+        kv_cache_dtype=config.kv_cache_dtype,
+        dtype=decoder.dtype,
+        max_blocks_per_seq=max_blocks,
+    )
+    tables = BlockTables(int(config.max_num_seqs or 0), max_blocks)
+    return _Allocated(plan, cache, tables, PagedAttention(plan.model, cache))
+
+
+def _begin(memory: _Allocated, batch: ScheduledBatch) -> None:
+    """Bring the tables up to date and tell attention who owns which rows."""
+    block_size = memory.cache.block_size
+    positions = np.array(batch.positions, dtype=np.int64)
+    slots = positions % block_size
+    numbers = positions // block_size
+    spans = []
+    for row, slot in enumerate(batch.slots):
+        start, stop = batch.query_starts[row], batch.query_starts[row + 1]
+        entries = memory.tables.update(slot, batch.block_tables[row])
+        slots[start:stop] += entries[numbers[start:stop]].astype(np.int64) * block_size
+        spans.append(Span(start, stop, memory.tables.run(slot, batch.seq_lens[row])))
+    memory.attention.begin(spans, torch.from_numpy(slots))
