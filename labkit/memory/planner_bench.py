@@ -17,7 +17,15 @@ from labkit.memory.budget import Constants, non_torch_with
 from labkit.memory.fit import cross_validate, predicted_activation, predicted_graphs, runner_of
 from labkit.memory.machine import answers_json, question_for
 from labkit.memory.planner import plan
-from labkit.memory.public_cases import Check, all_checks, case_file, golden_checks, verdict_file, verdict_plan
+from labkit.memory.public_cases import (
+    Check,
+    all_checks,
+    case_file,
+    golden_checks,
+    unfitted_activations,
+    verdict_file,
+    verdict_plan,
+)
 from labkit.memory.records import MemoryPlan
 from labkit.memory.rules import vllm_rules
 from labkit.memory.run_files import GIB, Run, load_runs
@@ -44,6 +52,7 @@ def bench_planner(path: str | os.PathLike[str] = "results/planner.json") -> dict
         "h200_vllm_0_25": _summary([(run, _planned(run)) for run in h200]),
         "leaving_out_whole_models": _validated(runs, lambda run: run.family),
         "leaving_out_whole_settings": _validated(runs, lambda run: f"{run.version} {run.setting}"),
+        "activations_of_families_not_in_the_fit": _unfitted(),
         "parameters": _parameters(),
         "speed": _speed(),
     }
@@ -148,6 +157,13 @@ def _verdicts() -> dict[str, Any]:
         "false_fits": false_fits,
         "false_refusals": false_refusals,
     }
+
+
+def _unfitted() -> dict[str, Any]:
+    rows = unfitted_activations()
+    percent = {name: round(100 * (planned / real - 1), 2) for name, (planned, real) in rows.items()}
+    mean = statistics.fmean(abs(value) for value in percent.values())
+    return {"mean_absolute_percent": round(mean, 2), "percent": percent}
 
 
 def _parameters() -> dict[str, Any]:

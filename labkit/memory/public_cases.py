@@ -167,3 +167,17 @@ def verdict_plan(case: dict[str, Any]) -> MemoryPlan:
     overrides = Overrides(**{f"{name}_bytes": value for name, value in sizes.items()})
     config = EngineConfig(**case["flags"])
     return plan(spec, gpu, config, engine="vllm", engine_version=case["vllm"], overrides=overrides)
+
+
+def unfitted_activations() -> dict[str, tuple[float, float]]:
+    """`runs/activations.json`: family → activation peak planned and reported, in GiB; none was in the fit."""
+    text = resources.files("labkit.memory").joinpath("runs").joinpath("activations.json").read_text(encoding="utf-8")
+    found = {}
+    for entry in json.loads(text)["models"]:
+        known = "model" in entry
+        spec = catalogue_model(entry["model"]) if known else model_from_config(entry["config"], entry["name"])
+        config = EngineConfig(max_model_len=8192, max_num_seqs=1024, max_num_batched_tokens=8192,
+                              tensor_parallel_size=entry["tp"])  # fmt: skip
+        got = plan(spec, catalogue_gpu("H100 SXM"), config, engine="vllm", engine_version="0.19.0")
+        found[entry["name"]] = (got.breakdown.activation_bytes / GIB, entry["gib"])
+    return found

@@ -44,6 +44,13 @@ def test_left_out_runs_are_within_what_was_asked(result, group):
     assert h200["graphs_gib"]["mean_absolute"] <= 0.3
 
 
+def test_activations_of_model_families_that_were_never_fitted(result):
+    found = result["activations_of_families_not_in_the_fit"]
+    assert len(found["percent"]) == 8
+    assert found["mean_absolute_percent"] <= 5
+    assert all(abs(value) <= 10 for value in found["percent"].values())
+
+
 def test_no_run_that_started_is_refused(result):
     assert result["verdicts"]["false_refusals"] == result["verdicts"]["false_fits"] == []
 
