@@ -12,6 +12,8 @@ from labkit.errors import LabkitError
 from labkit.figures.next_steps import StepGain, help_lines, neighbours, shown
 from labkit.memory.records import MemoryPlan
 from labkit.specs.engine_config import EngineConfig, Knob
+from labkit.specs.presets import preset, presets
+from labkit.widgets.knob_text import parse_knob
 from labkit.widgets.parts import Part, TextLine
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -74,26 +76,12 @@ class KnobControl(Part):
         return shown(value).replace(",", "")
 
     def _take_typed(self, change: Mapping[str, Any]) -> None:
-        text = str(change["new"].get("text", "")).strip().replace(",", "").replace("_", "")
         try:
-            self.value = self._parsed(text)
+            self.value = parse_knob(self.knob, str(change["new"].get("text", "")))
         except LabkitError as error:
             self.error = error.message
         else:
             self.error = ""
-
-    def _parsed(self, text: str) -> Any:
-        if self.knob.kind is bool:
-            return {"on": True, "off": False}.get(text.casefold(), text)
-        if self.knob.optional and text.casefold() in ("", "auto", "none"):
-            return None
-        if self.knob.kind is str:
-            return text
-        factor = {"k": 1024, "m": 1024**2}.get(text[-1:].casefold(), 1) if self.knob.kind is int else 1
-        try:
-            return float(text[:-1] if factor > 1 else text) * factor
-        except ValueError:
-            return text
 
     def _step(self, direction: str) -> None:
         target = neighbours(self.knob, self._resolved).get(direction)
@@ -122,7 +110,8 @@ class KnobSet:
 
     def __init__(self, config: EngineConfig, *, is_cpu: bool, on_change: Callable[[EngineConfig], None]) -> None:
         by_name = {knob.name: knob for knob in EngineConfig.knobs()}
-        hidden = {"gpu_memory_utilization"} if is_cpu else {"cpu_memory_gib"}
+        # Runs are on the CPU even where a card is planned for, so its memory is a knob there too.
+        hidden = {"gpu_memory_utilization"} if is_cpu else set()
         self._on_change, self._config, self._quiet = on_change, config, False
         self._past: list[EngineConfig] = []
         self._future: list[EngineConfig] = []
@@ -137,6 +126,9 @@ class KnobSet:
         self.undo_button = ipw.Button(description="Undo", disabled=True)
         self.redo_button = ipw.Button(description="Redo", disabled=True)
         self.reset_button = ipw.Button(description="vLLM defaults")
+        self.presets = ipw.Dropdown(options=[("…", ""), *((entry.title, entry.name) for entry in presets())], value="",
+                                    description="preset", style={"description_width": "initial"})  # fmt: skip
+        self.presets.observe(self._take_preset, "value")
         self.undo_button.on_click(lambda _: self.undo())
         self.redo_button.on_click(lambda _: self.redo())
         self.reset_button.on_click(lambda _: self.reset())
@@ -148,7 +140,7 @@ class KnobSet:
 
     def view(self) -> ipw.VBox:
         """The knobs in their groups, with undo, redo and reset above."""
-        buttons = ipw.HBox([self.undo_button, self.redo_button, self.reset_button])
+        buttons = ipw.HBox([self.undo_button, self.redo_button, self.reset_button, self.presets])
         buttons.add_class("lk-bar")
         children: list[ipw.Widget] = [buttons]
         for title, controls in self.groups.items():
@@ -164,6 +156,10 @@ class KnobSet:
             LabkitError: an unknown knob or a value outside its range; nothing is moved then.
         """
         self._take(self._config.replace(**changes))
+
+    def _take_preset(self, change: Mapping[str, Any]) -> None:
+        if change["new"]:
+            self._take(preset(change["new"], self._config))
 
     def undo(self) -> None:
         """Back to the settings before the last change; nothing where there was none."""

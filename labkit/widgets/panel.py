@@ -14,12 +14,14 @@ from labkit.advice.advise import Advice, advise, headline
 from labkit.advice.command import vllm_command
 from labkit.advice.limit import binding_limit
 from labkit.errors import LabkitError
-from labkit.figures import live, run_table
+from labkit.figures import compare, live, run_table
 from labkit.figures.next_steps import get_next_steps_info
+from labkit.figures.tables import Table
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
 from labkit.specs.engine_config import EngineConfig
 from labkit.text import plain
+from labkit.widgets.knob_text import config_from_text, config_to_text
 from labkit.widgets.knobs import KnobSet
 from labkit.widgets.parts import DataTable, PlotlyLibrary, Screen, TextLine
 from labkit.widgets.pictures import Look, Pictures
@@ -63,6 +65,8 @@ class Panel(ipw.VBox):
         self.runs = DataTable(
             classes=("lk-runs",), selectable=True, empty_text="No run yet: press Run to try these settings."
         )
+        self.compared, self.compared_table = TextLine(), DataTable(folded="the two runs as a table")
+        self.note = TextLine(text=_note(session), classes=("lk-caption",))
         self.control = RunControl(session, self)
         super().__init__(self._layout())
         self.add_class("lk-panel")
@@ -81,16 +85,15 @@ class Panel(ipw.VBox):
         return self.knob_set.config
 
     def _layout(self) -> list[ipw.Widget]:
-        right = self.pictures.view_of(self.advice_lines)
+        right = self.pictures.view_of(self.advice_lines, (self.runs, self.compared, self.compared_table))
         main = ipw.Box([self.knob_set.view(), right])
         main.add_class("lk-main")
-        return [PlotlyLibrary(), self.screen, self.answer, self.run_bar.view(), self.stale, main,
-                self.runs]  # fmt: skip
+        return [PlotlyLibrary(), self.screen, self.answer, self.run_bar.view(), self.note, self.stale, main]
 
     def _connect(self) -> None:
         bar, pictures = self.run_bar, self.pictures
         bar.connect(run=self.run, cancel=self.cancel, sweep=self.sweep, report=self.report,
-                    command=self.show_command, pin=self.pin)  # fmt: skip
+                    command=self.show_command, settings=self.show_settings, pin=self.pin)  # fmt: skip
         pictures.tabs.observe(lambda _: self._draw_tab(), "value")
         pictures.view.observe(lambda _: self._draw_tab(), "value")
         pictures.chart.on_run_click(self.choose)
@@ -150,12 +153,22 @@ class Panel(ipw.VBox):
 
     def _show_stale(self, plan: MemoryPlan) -> None:
         chosen = self._by_id(self._chosen_id)
-        differing = chosen.plan.config.differences(plan.config) if chosen else {}
+        differing = chosen.plan.config.differences(self._would_run(plan)) if chosen else {}
         if not chosen or not differing:
             self.stale.say("")
             return
         names = ", ".join(differing)
         self.stale.say(f"The results shown are for other settings ({names}): press Run, or Undo.", "warn")
+
+    def _would_run(self, plan: MemoryPlan) -> EngineConfig:
+        """The resolved settings of a run: the CPU engine's, which resolves "auto" otherwise than a card's plan."""
+        run_plan = getattr(self.session, "run_plan", None)
+        if run_plan is None or self.session.gpu.is_cpu:
+            return plan.config
+        try:
+            return run_plan(self.config).config
+        except LabkitError:
+            return plan.config
 
     def _subject(self) -> str:
         names = (self.session.model.name, self.session.gpu.name, getattr(self.session.workload, "name", ""))
@@ -291,6 +304,24 @@ class Panel(ipw.VBox):
         model = getattr(self.session, "source", "") or self.session.model.name
         self.run_bar.show_command(lambda: vllm_command(model, self.config))
 
+    def show_settings(self) -> None:
+        """The settings as text, ready to copy."""
+        self.run_bar.show_settings(self.text)
+
+    @property
+    def text(self) -> str:
+        """The settings as one line, as `from_text` takes it."""
+        return config_to_text(self.config)
+
+    @classmethod
+    def from_text(cls, session: SessionLike, text: str) -> Panel:
+        """A panel with the settings of `text`, as "Copy settings" gives it.
+
+        Raises:
+            LabkitError: a knob that this version does not have, or a value that it does not take; says which.
+        """
+        return cls(session, config_from_text(text))
+
     def report(self) -> None:
         """Write the report of the session and say where it lies."""
         make: Callable[[], Any] | None = getattr(self.session, "report", None)
@@ -307,6 +338,17 @@ class Panel(ipw.VBox):
             self.runs.show(run_table.table(info), run_table.sort_keys(info))
             self.runs.pinned = [info.baseline_index] if info.baseline_index is not None else []
             self.runs.selected = ids.index(self._chosen_id) if self._chosen_id in ids else -1
+        self._draw_comparison()
+
+    def _draw_comparison(self) -> None:
+        baseline, chosen = self._by_id(self._baseline_id), self._by_id(self._chosen_id)
+        if baseline is None or chosen is None or baseline is chosen:
+            self.compared.say("")
+            self.compared_table.show(Table((), ()))
+            return
+        info = compare.get_compare_info(baseline, chosen)
+        self.compared.say(compare.caption(info))
+        self.compared_table.show(compare.table(info))
 
     def _draw_tab(self) -> None:
         with self._lock:
@@ -329,3 +371,12 @@ class Panel(ipw.VBox):
             return mine == (plan.config, plan.model, plan.gpu) and record.measured is not None
 
         return next((record for record in reversed(self._records) if is_same(record)), None)
+
+
+def _note(session: SessionLike) -> str:
+    if session.gpu.is_cpu:
+        return ""
+    card = plain(session.gpu.name, 60)
+    return (
+        f"The plan is for {card}. Runs are on this machine's CPU, within cpu_memory_gib; nothing is measured on {card}."
+    )

@@ -79,11 +79,11 @@ class Pictures:
         self.table = DataTable(folded="the numbers as a table")
         self.tabs.observe(self._show_view, "value")
 
-    def view_of(self, below_memory: Sequence[ipw.Widget]) -> ipw.VBox:
-        """All of it in one column, `below_memory` between the memory bar and the tabs."""
+    def view_of(self, below_memory: Sequence[ipw.Widget], at_end: Sequence[ipw.Widget]) -> ipw.VBox:
+        """All of it in one column, `below_memory` between the memory bar and the tabs, `at_end` after all."""
         column = ipw.VBox(
             [self.memory, self.memory_caption, self.memory_table, *below_memory, self.tabs, self.view, self.chart,
-             self.caption, self.table]
+             self.caption, self.table, *at_end]
         )  # fmt: skip
         column.add_class("lk-column")
         return column

@@ -14,6 +14,7 @@ from labkit.errors import LabkitError, OutOfRangeError
 from labkit.measure.summary import summarize
 from labkit.specs.engine_config import EngineConfig
 from labkit.text import plain
+from labkit.widgets.knob_text import parse_knob
 from labkit.widgets.parts import TextLine
 from labkit.widgets.run_control import Outcome, RunView
 
@@ -40,6 +41,7 @@ class RunBar:
                                    style={"description_width": "initial"})  # fmt: skip
         self.report = ipw.Button(description="Report")
         self.command = ipw.Button(description="Copy command")
+        self.settings = ipw.Button(description="Copy settings")
         self.pin = ipw.Button(description="Pin as baseline")
         self.status = TextLine(role="status")
         self.command_line = TextLine(classes=("lk-command",))
@@ -48,7 +50,7 @@ class RunBar:
     def view(self) -> ipw.VBox:
         """Buttons in a row that wraps, the lines below."""
         row = ipw.Box([self.run, self.cancel, self.sweep, self.sweep_knob, self.sweep_text, self.report, self.command,
-                       self.pin])  # fmt: skip
+                       self.settings, self.pin])  # fmt: skip
         row.add_class("lk-bar")
         column = ipw.VBox([row, self.status, self.command_line])
         column.add_class("lk-column")
@@ -74,7 +76,7 @@ class RunBar:
             raise OutOfRangeError(
                 f"a sweep takes 1 to {MAX_SWEEP} values, separated by commas", works="8, 16, 32", knob=knob.name
             )
-        return [{knob.name: knob.check(_value(knob.kind, word))} for word in words]
+        return [{knob.name: parse_knob(knob, word)} for word in words]
 
     def set_running(self, running: bool) -> None:
         """Run and Sweep rest while a run is in progress; Cancel only then acts."""
@@ -118,6 +120,11 @@ class RunBar:
             "The same settings for vLLM:", details=command, summary="command", copy=command, folded=False
         )
 
+    def show_settings(self, text: str) -> None:
+        """The settings as a line that `Panel.from_text` takes."""
+        self.command_line.say("The settings as text, for Panel.from_text:", details=text, summary="settings", copy=text,
+                              folded=False)  # fmt: skip
+
     def show_report(self, make: Callable[[], Any] | None) -> None:
         """Write the report in a thread of its own and say its path."""
         if make is None:
@@ -144,14 +151,3 @@ def _numbers(outcome: Outcome) -> str:
     numbers = summarize(outcome.records[0])
     first = f", first token {fmt.duration(numbers.ttft_s.p95)} at p95" if numbers.ttft_s else ""
     return f" in {fmt.duration(numbers.duration_s)}: {fmt.rate(numbers.output_tokens_per_s)}{first}"
-
-
-def _value(kind: type, word: str) -> Any:
-    if kind is bool:
-        return {"on": True, "off": False}.get(word.casefold(), word)
-    if kind is str:
-        return word
-    try:
-        return kind(float(word))
-    except (ValueError, OverflowError):
-        return word

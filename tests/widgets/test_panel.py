@@ -340,10 +340,12 @@ def test_the_full_state_carries_what_was_last_drawn(make_panel):
     assert sum(trace["x"][0] for trace in state["figure"]["data"]) == pytest.approx(4.0)
 
 
-def test_a_card_has_utilization_and_no_cpu_memory(make_panel):
+def test_a_card_has_utilization_and_says_where_runs_are(make_panel):
     panel = make_panel(FakeSession(gpu=sample_gpu(24.0)))
-    assert "gpu_memory_utilization" in panel.knobs
-    assert "cpu_memory_gib" not in panel.knobs
+    assert "gpu_memory_utilization" not in make_panel().knobs
+    assert "cpu_memory_gib" in panel.knobs
+    assert "Runs are on this machine's CPU" in panel.note.text
+    assert make_panel().note.text == ""
     assert panel.knobs["gpu_memory_utilization"].default_text == "vLLM: 0.92"
 
 
@@ -378,3 +380,30 @@ def test_closing_takes_every_widget_of_the_panel_and_no_other(make_panel):
     panel.close_parts()
     assert panel.comm is panel.answer.comm is panel.knobs["block_size"].comm is panel.pictures.chart.comm is None
     assert other.answer.comm is not None
+
+
+def test_a_preset_is_one_step_of_undo_and_keeps_what_it_does_not_name(make_panel):
+    panel = make_panel(config=EngineConfig(block_size=32))
+    panel.knob_set.presets.value = "chat"
+    assert (panel.config.max_model_len, panel.config.block_size) == (8192, 32)
+    panel.knob_set.undo()
+    assert panel.config == EngineConfig(block_size=32)
+
+
+def test_settings_as_text_make_the_same_panel(make_panel):
+    panel = make_panel(config=EngineConfig(block_size=32, enforce_eager=True))
+    panel.run_bar.settings.click()
+    assert panel.run_bar.command_line.copy == "block_size=32 enforce_eager=on"
+    again = Panel.from_text(FakeSession(), panel.run_bar.command_line.copy)
+    again.settle()
+    assert again.config == panel.config
+
+
+def test_the_chosen_run_is_compared_with_the_baseline(make_panel):
+    panel = make_panel(FakeSession(records=sample_runs()))
+    assert panel.compared.text == ""
+    panel.choose("run-8")
+    panel.pin()
+    panel.choose("run-64")
+    assert panel.compared.text.startswith("block 64 against block 8: block_size 8 → 64; output +18 %")
+    assert panel.compared_table.rows[0] == ["block_size", "8", "64", ""]

@@ -1,0 +1,77 @@
+"""Settings as text: what a user types into a knob, and all knobs as one line that another panel takes."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from labkit.errors import FileFormatError, UnknownNameError
+from labkit.specs.engine_config import EngineConfig, Knob
+from labkit.text import nearest, plain
+
+_FACTORS = {"k": 1024, "m": 1024**2}
+MAX_TEXT = 4000
+
+
+def parse_knob(knob: Knob, text: str) -> Any:
+    """The value that `text` means for `knob`: "8k", "16,384", "on", "auto", "fp8".
+
+    Raises:
+        OutOfRangeError: the knob does not take it.
+    """
+    text = text.strip()
+    if knob.optional and text.casefold() in ("", "auto", "none"):
+        return None
+    if knob.kind is bool:
+        return knob.check({"on": True, "true": True, "off": False, "false": False}.get(text.casefold(), text))
+    return knob.check(text if knob.kind is str else _number(knob, text))
+
+
+def _number(knob: Knob, text: str) -> Any:
+    digits = text.replace(",", "").replace("_", "")
+    factor = _FACTORS.get(digits[-1:].casefold(), 1) if knob.kind is int else 1
+    try:
+        return float(digits[:-1] if factor > 1 else digits) * factor
+    except ValueError:
+        return text
+
+
+def config_to_text(config: EngineConfig) -> str:
+    """What `config` sets other than the defaults, as "block_size=32 kv_cache_dtype=fp8"; empty for the defaults."""
+    changed = EngineConfig().differences(config)
+    return " ".join(f"{name}={shlex.quote(_word(value))}" for name, (_, value) in changed.items())
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "auto"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
+
+
+def config_from_text(text: str) -> EngineConfig:
+    """The configuration of a text by `config_to_text`; everything that it does not name is a default.
+
+    Raises:
+        FileFormatError: the text is too long or not made of name=value.
+        UnknownNameError: a knob that this version does not have.
+        OutOfRangeError: a value that its knob does not take.
+    """
+    if len(text) > MAX_TEXT:
+        raise FileFormatError(f"the settings are longer than {MAX_TEXT} characters", works="block_size=32 dtype=auto")
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise FileFormatError(f"the settings cannot be read: {error}", works="block_size=32 dtype=auto") from error
+    knobs = {knob.name: knob for knob in EngineConfig.knobs()}
+    values = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise FileFormatError(f"{plain(word, 60)!r} is not of the form name=value", works="block_size=32")
+        if name not in knobs:
+            close = nearest(name, knobs)
+            raise UnknownNameError(f"this version has no knob {plain(name, 60)!r}", works=close)
+        values[name] = parse_knob(knobs[name], value)
+    return EngineConfig(**values)
