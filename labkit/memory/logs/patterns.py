@@ -95,7 +95,7 @@ PATTERNS: tuple[Pattern, ...] = (
     _p("is less than desired GPU memory", r"Free memory on device[^(]{0,40}\(<n>/<n> GiB\) on startup is less than "
        r"desired GPU memory utilization \(<n>, <n> GiB\)",
        "free_bytes", "total_bytes", "gpu_memory_utilization", "requested_bytes", since="0.9"),
-    _p("KV cache is needed", r"max seq len \(<c>\)[^(]{0,20}\(<n> GiB KV cache is needed, which is larger than the "
+    _p("KV cache is needed", r"max seq len \(<c>\), \(?<n> GiB KV cache is needed, which is larger than the "
        r"available KV cache memory \(<n> GiB\)", "max_model_len", "needed_bytes", "available_kv_bytes", since="0.8"),
     _p("stimated maximum model length is", r"stimated maximum model length is <c>", "estimated_length", since="0.9"),
     _p("maximum number of tokens that can be stored", r"max seq len \(<c>\) is larger than the maximum number of "
