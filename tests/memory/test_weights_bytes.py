@@ -150,17 +150,26 @@ def test_a_gguf_file_counts_as_its_tensors(smollm2_gguf):
 
 
 def test_safetensors_headers_and_the_count_agree(tmp_path):
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import numpy as np
+    from safetensors.numpy import save_file
 
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=256, torch_dtype="bfloat16",
-    )  # fmt: skip
-    config.architectures = ["LlamaForCausalLM"]
-    tensors = {name: value.to(torch.bfloat16) for name, value in LlamaForCausalLM(config).state_dict().items()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    config.save_pretrained(tmp_path)
+    shapes = {"model.embed_tokens": (256, 64), "lm_head": (256, 64), "model.norm": (64,)}
+    for index in range(2):
+        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+        shapes |= {f"{attention}.q_proj": (64, 64), f"{attention}.o_proj": (64, 64)}
+        shapes |= {f"{attention}.k_proj": (32, 64), f"{attention}.v_proj": (32, 64)}
+        shapes |= {f"{mlp}.gate_proj": (160, 64), f"{mlp}.up_proj": (160, 64), f"{mlp}.down_proj": (64, 160)}
+        shapes |= {f"model.layers.{index}.{name}_layernorm": (64,) for name in ("input", "post_attention")}
+    tensors = {f"{name}.weight": np.zeros(shape, np.float16) for name, shape in shapes.items()}
+    names = list(tensors)
+    for shard in (0, 1):
+        part = {name: tensors[name] for name in names[shard::2]}
+        save_file(part, tmp_path / f"model-0000{shard + 1}-of-00002.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 160,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
+        "tie_word_embeddings": False, "torch_dtype": "float16", "max_position_embeddings": 512,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
     model = load_model(tmp_path)
     assert model.weights_bytes == 2 * count_parameters(model) == sum(value.nbytes for value in tensors.values())
