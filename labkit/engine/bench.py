@@ -36,6 +36,10 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 AT_LEAST = {"batch_32_vs_generate": (1.5, 2.0), "batch_1_vs_generate": (1.0, 1.2)}
 
 
+class ContenderError(LabkitError):
+    """Another engine does not run on this machine; the benchmark goes on without it."""
+
+
 def mixed_jobs(count: int, vocab_size: int, *, seed: int = 0, longest: tuple[int, int] = (128, 64)) -> list[Job]:
     """Requests with prompts of 8 to `longest[0]` and outputs of 8 to `longest[1]` tokens, lengths log-uniform."""
     rng = random.Random(seed)
@@ -132,7 +136,7 @@ def run_generate_batch(model: Any, jobs: list[Job]) -> list[list[int]]:
     """Outputs of transformers' own continuous batching, each request with its own length, all at once.
 
     Raises:
-        LabkitError: it does not run on this machine.
+        ContenderError: it does not run on this machine.
     """
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -151,9 +155,9 @@ def run_generate_batch(model: Any, jobs: list[Job]) -> list[list[int]]:
                 if result is not None and result.is_finished():
                     outputs[result.request_id] = list(result.generated_tokens)
     except Exception as error:
-        raise LabkitError(f"transformers' continuous batching does not run here: {error}") from error
+        raise ContenderError(f"transformers' continuous batching does not run here: {error}") from error
     if [len(outputs.get(name, ())) for name in names] != [count for _, count in jobs]:
-        raise LabkitError("transformers' continuous batching returned fewer requests or tokens than asked for")
+        raise ContenderError("transformers' continuous batching returned fewer requests or tokens than asked for")
     return [outputs[name] for name in names]
 
 
@@ -183,7 +187,7 @@ def run_bench(
     }
     rows: list[dict[str, Any]] = []
     for size in (1, 32):
-        jobs = mixed_jobs(size, decoder.spec.vocab_size) if size > 1 else [(list(range(100, 164)), 64)]
+        jobs = mixed_jobs(size, decoder.spec.vocab_size) if size > 1 else [(list(range(10, 74)), 64)]
         rows += _race(contenders, jobs, rounds, on_progress)
     return {
         "made": made or datetime.now(UTC).isoformat(timespec="seconds"),
@@ -216,7 +220,7 @@ def _race(
             start = time.process_time()
             try:
                 outputs[name] = run(jobs)
-            except LabkitError as error:
+            except ContenderError as error:
                 errors[name] = str(error)
                 continue
             times[name].append(time.process_time() - start)
