@@ -268,8 +268,13 @@ class Engine:
                 return "stop"
             if not sampling.ignore_eos and token_id in self.plan.model.eos_token_ids:
                 return "stop"
-            if sampling.stop and self._detokenize and _ends_with_stop(sequence, self._detokenize):
-                return "stop"
+            if sampling.stop and self._detokenize:
+                try:
+                    found = _ends_with_stop(sequence, self._detokenize)
+                except Exception as error:  # one request's text must not end the others' step
+                    return f"error: the detokenizer failed: {plain(error)}"
+                if found:
+                    return "stop"
         return "length" if num_output >= sequence.max_tokens else ""
 
     def _report(self, sequence: Sequence) -> None:

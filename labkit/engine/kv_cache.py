@@ -130,6 +130,12 @@ class KVCache:
             keys, values = self._heads[owner]
             start, length = run.first * self.block_size + first, run.num_tokens - first
             return keys.narrow(2, start, length), values.narrow(2, start, length)
+        # Blocks before the first visible token are not gathered.
+        skipped = first // self.block_size
+        block_ids = None if run.block_ids is None else run.block_ids[skipped:]
+        num_tokens = run.num_tokens - skipped * self.block_size
+        run = BlockRun(run.first + skipped, run.num_blocks - skipped, num_tokens, block_ids)
+        first -= skipped * self.block_size
         tensors = self._pool[owner]
         rows = self._read_one(tensors, "k", run)[first:], self._read_one(tensors, "v", run)[first:]
         return _heads_first(rows[0]), _heads_first(rows[1])

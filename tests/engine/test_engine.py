@@ -303,6 +303,18 @@ def test_stop_string_that_spans_tokens_ends_the_request(virtual, drain):
     assert len(outputs[1].token_ids) == 20
 
 
+def test_failing_detokenizer_ends_its_own_request_only(virtual, drain):
+    def detokenize(token_ids):
+        raise ValueError("no such \x1b[31mbyte")
+
+    engine = virtual(detokenize=detokenize)
+    engine.add_request(EngineRequest(0, (5,), SamplingParams(max_tokens=9, ignore_eos=True, stop=("x",))))
+    engine.add_request(EngineRequest(1, (5,), SamplingParams(max_tokens=9, ignore_eos=True)))
+    outputs = drain(engine)
+    assert outputs[0].finish_reason == "error: the detokenizer failed: no such [31mbyte"
+    assert (outputs[1].finish_reason, len(outputs[1].token_ids)) == ("length", 9)
+
+
 def test_close_twice_and_step_of_an_idle_engine(virtual, greedy_request):
     engine = virtual()
     result = engine.step()
