@@ -303,3 +303,36 @@ def test_rollback_journal_and_full_synchronisation(store):
             name: connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in ("journal_mode", "synchronous")
         }
     assert pragmas == {"journal_mode": "truncate", "synchronous": 2}
+
+
+@pytest.fixture
+def commits_report_failure(store, monkeypatch):
+    """Turns on and off that every commit of the store happens and then reports an error."""
+    dialect = store._engine.dialect
+    commit = dialect.do_commit
+
+    def commit_and_fail(connection):
+        commit(connection)
+        raise sqlite3.OperationalError("disk I/O error")
+
+    return lambda failing: monkeypatch.setattr(dialect, "do_commit", commit_and_fail if failing else commit)
+
+
+def test_end_that_was_committed_in_spite_of_an_error_counts_once(store, commits_report_failure):
+    writer = store.begin(running_record())
+    commits_report_failure(True)
+    with pytest.raises(StoreError, match="disk I/O error"):
+        writer.finish(example_record())
+    commits_report_failure(False)
+    writer.finish(example_record())
+    assert store.get("run-1") == example_record()
+
+
+def test_rows_that_were_committed_in_spite_of_an_error_are_not_doubled(store, commits_report_failure):
+    writer = store.begin(running_record())
+    commits_report_failure(True)
+    with pytest.raises(StoreError, match="disk I/O error"):
+        writer.append(steps=example_steps(2))
+    commits_report_failure(False)
+    writer.append(steps=example_steps(1, first=2))
+    assert store.get("run-1").steps == example_steps(3)
