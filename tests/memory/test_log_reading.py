@@ -102,8 +102,8 @@ def test_the_length_error_with_and_without_the_unmatched_bracket():
     for bracket in ("(", ""):
         record = read_log(
             f"ValueError: To serve at least one request with the model's max seq len (65536), {bracket}9.48 GiB KV "
-            "cache is needed, which is larger than the available KV cache memory (4.42 GiB). Based on the available memory, "
-            "the estimated maximum model length is 11656."
+            "cache is needed, which is larger than the available KV cache memory (4.42 GiB). Based on the available "
+            "memory, the estimated maximum model length is 11656."
         )
         assert (record.facts["max_model_len"], record.facts["needed_bytes"]) == (65536, gib(9.48))
         assert (record.facts["available_kv_bytes"], record.facts["estimated_length"]) == (gib(4.42), 11656)
