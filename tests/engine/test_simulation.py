@@ -5,8 +5,6 @@ Replay a failing seed: ``python -m labkit.engine.fault_simulation --seed N --ste
 
 from __future__ import annotations
 
-import pytest
-
 from labkit.engine.fault_simulation import add_up, main, simulate
 
 NUM_SEEDS, STEPS = 200, 400
@@ -29,9 +27,9 @@ def test_two_hundred_lives_keep_every_rule():
     assert total["num_reconfigurations"] > 100
 
 
-@pytest.mark.parametrize("seed", range(0, NUM_SEEDS, 20))
-def test_same_seed_gives_the_same_event_log(seed):
-    assert simulate(seed, 100) == simulate(seed, 100)
+def test_same_seed_gives_the_same_event_log():
+    differing = [seed for seed in range(NUM_SEEDS) if simulate(seed, 20) != simulate(seed, 20)]
+    assert not differing
 
 
 def test_the_command_prints_seeds_and_counts(capsys):
