@@ -58,8 +58,9 @@ def settings_words(config: EngineConfig, knobs: Sequence[str]) -> str:
 
 
 def table(info: RunTableInfo) -> Table:
-    """Texts of the rows; beside each number its change against the baseline, with sign and word."""
-    return make_table(COLUMNS, [_texts(row) for row in info.rows], "Runs")
+    """Texts of the rows; beside each number its change against the baseline, with sign and mark."""
+    caption = "Runs" if info.baseline_index is None else "Runs; ▲ better, ▼ worse than the baseline"
+    return make_table(COLUMNS, [_texts(row) for row in info.rows], caption)
 
 
 def sort_keys(info: RunTableInfo) -> list[list[Any]]:
@@ -105,4 +106,4 @@ def _delta(before: float | None, after: float | None, *, higher_is_better: bool)
         return " (same)"
     better = (percent > 0) == higher_is_better
     sign = "+" if percent > 0 else "−"
-    return f" ({'▲' if better else '▼'} {sign}{fmt.share(abs(percent), 100)} {'better' if better else 'worse'})"
+    return f" ({'▲' if better else '▼'} {sign}{fmt.share(abs(percent), 100)})"

@@ -51,6 +51,7 @@ class KnobControl(Part):
     value = t.Any(None, allow_none=True)
 
     def __init__(self, knob: Knob, value: Any) -> None:
+        self._typing_error = self._said = ""
         self.knob, self._resolved, self._default = knob, value, getattr(EngineConfig(), knob.name)
         choices = ["on", "off"] if knob.kind is bool else list(knob.choices)
         super().__init__(kind="knob", name=knob.name, unit=knob.unit, choices=choices, value=value,
@@ -66,7 +67,9 @@ class KnobControl(Part):
     @t.observe("value")
     def _show_value(self, change: Mapping[str, Any]) -> None:
         with self.hold_sync():
-            self.shown, self.error = self._text(self.value), ""
+            self._typing_error = ""
+            self.shown = self._text(self.value)
+            self.say("")
             self.changed = self.value != self._default
 
     def _default_text(self) -> str:
@@ -76,12 +79,20 @@ class KnobControl(Part):
         return shown(value).replace(",", "")
 
     def _take_typed(self, change: Mapping[str, Any]) -> None:
+        self._typing_error = ""
         try:
             self.value = parse_knob(self.knob, str(change["new"].get("text", "")))
         except LabkitError as error:
-            self.error = error.message
-        else:
-            self.error = ""
+            self._typing_error = error.message
+        self._show_error()
+
+    def say(self, error: str) -> None:
+        """Show `error` beside the knob, or nothing for ""; a typed text that was refused stays in front of it."""
+        self._said = error
+        self._show_error()
+
+    def _show_error(self) -> None:
+        self.error = self._typing_error or self._said
 
     def _step(self, direction: str) -> None:
         target = neighbours(self.knob, self._resolved).get(direction)
@@ -183,13 +194,13 @@ class KnobSet:
         control = self.controls.get(error.knob or "")
         if control is None:
             return False
-        control.error = f"{error.message}. Would work: {error.works}" if error.works else error.message
+        control.say(f"{error.message}. Would work: {error.works}" if error.works else error.message)
         return True
 
     def clear_errors(self) -> None:
         """Remove what was said beside the knobs."""
         for control in self.controls.values():
-            control.error = ""
+            control.say("")
 
     def _moved(self, change: Mapping[str, Any]) -> None:
         if not self._quiet:

@@ -85,8 +85,11 @@ class Panel(ipw.VBox):
         return self.knob_set.config
 
     def _layout(self) -> list[ipw.Widget]:
-        right = self.pictures.view_of(self.advice_lines, (self.runs, self.compared, self.compared_table))
-        main = ipw.Box([self.knob_set.view(), right])
+        knobs = self.knob_set.view()
+        knobs.add_class("lk-area-knobs")
+        memory = self.pictures.memory_view(self.advice_lines)
+        tabs = self.pictures.tabs_view((self.runs, self.compared, self.compared_table))
+        main = ipw.Box([memory, knobs, tabs])
         main.add_class("lk-main")
         return [PlotlyLibrary(), self.screen, self.answer, self.run_bar.view(), self.note, self.stale, main]
 
@@ -137,7 +140,7 @@ class Panel(ipw.VBox):
         level = {"fits": "ok", "may not fit": "warn"}.get(plan.verdict, "bad")
         self.answer.say(headline(plan, limit, best), level, heading=self._subject(), buttons=["Apply"] if best else [])
         if plan.verdict == "does not fit" and plan.max_model_len_that_fits > 0:
-            self.knobs["max_model_len"].error = f"largest that fits: {fmt.count(plan.max_model_len_that_fits)} tokens"
+            self.knobs["max_model_len"].say(f"largest that fits: {fmt.count(plan.max_model_len_that_fits)} tokens")
         for index, line in enumerate(self.advice_lines, start=1):
             self._show_advice(line, index)
         self._show_stale(plan)

@@ -61,6 +61,13 @@ def _one(room: Any, info: Any, look: Look) -> Picture:
     return Picture(figure, room.caption(info), room.table(info))
 
 
+def _column(area: str, *children: ipw.Widget) -> ipw.VBox:
+    column = ipw.VBox(children)
+    column.add_class("lk-column")
+    column.add_class(area)
+    return column
+
+
 class Pictures:
     """Widgets of the right side. Nothing here decides what to show; the panel says it."""
 
@@ -79,14 +86,13 @@ class Pictures:
         self.table = DataTable(folded="the numbers as a table")
         self.tabs.observe(self._show_view, "value")
 
-    def view_of(self, below_memory: Sequence[ipw.Widget], at_end: Sequence[ipw.Widget]) -> ipw.VBox:
-        """All of it in one column, `below_memory` between the memory bar and the tabs, `at_end` after all."""
-        column = ipw.VBox(
-            [self.memory, self.memory_caption, self.memory_table, *below_memory, self.tabs, self.view, self.chart,
-             self.caption, self.table, *at_end]
-        )  # fmt: skip
-        column.add_class("lk-column")
-        return column
+    def memory_view(self, below: Sequence[ipw.Widget]) -> ipw.VBox:
+        """The memory bar with its sentence and table, and what stands `below` it."""
+        return _column("lk-area-memory", self.memory, self.memory_caption, self.memory_table, *below)
+
+    def tabs_view(self, below: Sequence[ipw.Widget]) -> ipw.VBox:
+        """The tabs with their chart, and what stands `below` it."""
+        return _column("lk-area-tabs", self.tabs, self.view, self.chart, self.caption, self.table, *below)
 
     def _show_view(self, change: dict[str, Any]) -> None:
         self.view.layout.display = "" if change["new"] == "Throughput and latency" else "none"

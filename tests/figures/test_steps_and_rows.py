@@ -97,12 +97,13 @@ def test_rows_say_what_differs_and_how_far_each_is_from_the_baseline():
     rows = [list(row) for row in table(info).rows]
     assert info.baseline_index == 1
     assert [row[-1] for row in rows] == ["block_size 8", "block_size 16", "block_size 64"]
-    assert "better" not in rows[1][2]
+    assert rows[1][2] == "133"
+    assert table(info).caption == "Runs; ▲ better, ▼ worse than the baseline"
+    assert table(get_run_table_info(runs)).caption == "Runs"
     assert "▼ −" in rows[0][2]
-    assert "worse" in rows[0][2]
     base, other = info.rows[1].summary.output_tokens_per_s, info.rows[0].summary.output_tokens_per_s
     assert f"{100 * (base - other) / base:.0f} %" in rows[0][2]
-    assert "▼ +30 % worse" in rows[0][4]
+    assert "(▼ +30 %)" in rows[0][4]
 
 
 def test_rows_of_runs_that_gave_nothing_have_dashes_and_sort_last():

@@ -68,6 +68,11 @@ def test_what_does_not_fit_is_red_with_the_cure_and_apply_sets_it_in_one_step(ma
     assert panel.answer.text.startswith("Does not fit")
     largest = panel.plan.max_model_len_that_fits
     assert f"{largest:,} tokens" in panel.knobs["max_model_len"].error
+    panel.knobs["max_model_len"].typed = {"text": "one million", "count": 1}
+    assert "whole number" in panel.knobs["max_model_len"].error
+    panel.knobs["max_model_len"].typed = {"text": "2000000", "count": 2}
+    assert f"{panel.plan.max_model_len_that_fits:,} tokens" in panel.knobs["max_model_len"].error
+    panel.knob_set.undo()
     changes = dict(panel._advice[0].changes)
     panel.answer.pressed = {"what": "Apply", "count": 1}
     assert panel.answer.level == "ok"
@@ -275,7 +280,7 @@ def test_the_baseline_is_a_third_bar_and_deltas_in_the_table(make_panel):
     panel.run_bar.pin.click()
     assert panel.runs.pinned == [0]
     assert panel.pictures.memory.figure["data"][0]["y"][-1] == "baseline"
-    assert "better" in panel.runs.rows[1][2]
+    assert "▲ +" in panel.runs.rows[1][2]
     panel.run_bar.pin.click()
     assert panel.runs.pinned == []
 
