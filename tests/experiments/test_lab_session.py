@@ -20,7 +20,7 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 @pytest.fixture
 def session(tmp_path):
-    runner = LocalRunner(Worker("fake_backend:FakeBackend", hang_timeout_s=5.0))
+    runner = LocalRunner(Worker("fake_backend:FakeBackend"))
     session = LabSession(MODEL, "cpu", example_workload(), store=tmp_path / "runs.sqlite3", runner=runner)
     yield session
     session.close()

@@ -24,7 +24,7 @@ FAKE = "fake_backend:FakeBackend"
 
 @pytest.fixture
 def worker():
-    worker = Worker(FAKE, hang_timeout_s=3.0)
+    worker = Worker(FAKE)
     yield worker
     worker.close()
 
@@ -174,6 +174,7 @@ def test_cancel_of_work_that_does_not_listen_returns_at_once_and_the_next_run_wo
     events = Events()
     prepare(worker, events)
     cancel = set_after(0.1)
+    monkeypatch.setattr("labkit.experiments.worker.DRAIN_S", 60.0)
     with pytest.raises(CancelledError):
         run(worker, events, "deaf", cancel=cancel, num_requests=1, output_tokens=400)
     assert CANCEL_GRACE_S < 1.0
@@ -194,8 +195,10 @@ def test_stopped_process_is_said_cancelled_or_ended(worker):
         run(worker, events, "fault:stop@step", cancel=set_after(0.2))
     os.kill(worker.pid, signal.SIGCONT)
     assert run(worker, events)["status"] == "finished"
+    worker.hang_timeout_s = 3.0
     with pytest.raises(WorkerError, match="said nothing for 3 s during the run"):
         run(worker, events, "fault:stop@step")
+    worker.hang_timeout_s = 60.0
     assert works_again(worker)
 
 

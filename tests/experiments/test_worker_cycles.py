@@ -26,7 +26,7 @@ class Machine:
 
     def __init__(self, rng):
         self.rng = rng
-        self.runner = LocalRunner(Worker("fake_backend:FakeBackend", hang_timeout_s=10.0))
+        self.runner = LocalRunner(Worker("fake_backend:FakeBackend"))
         self.pids = set()
         self.messages = []
         self.sources = 0

@@ -3,9 +3,11 @@
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from labkit.errors import OutOfRangeError, UnsupportedError
-from labkit.measure.l2_model import BatchShape, simulate_l2
+from labkit.measure.l2_model import BatchShape, _fetched, simulate_l2
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_spec import LayerSpec, ModelSpec
@@ -122,3 +124,15 @@ def test_cards_without_known_l2_and_models_without_kv_say_so():
 def test_shapes_that_cannot_be(contexts, queries):
     with pytest.raises(OutOfRangeError):
         BatchShape(contexts, queries)
+
+
+@given(st.lists(st.integers(0, 6), max_size=60), st.integers(1, 5))
+def test_cache_is_least_recently_used_first_out(names, capacity):
+    recent, missed = [], 0
+    for name in names:
+        if name in recent:
+            recent.remove(name)
+        else:
+            missed += 1 + name
+        recent = [*recent, name][-capacity:]
+    assert _fetched(names, [1 + name for name in names], capacity) == missed
