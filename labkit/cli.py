@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from labkit import format as shown
-from labkit.errors import LabkitError, OutOfRangeError
+from labkit.errors import LabkitError
 from labkit.specs.engine_config import EngineConfig, Knob
 from labkit.terminal import (
     ProgressLine,
@@ -156,10 +156,7 @@ def export(
     from labkit.advice.vllm_check import check_with_vllm
 
     command = export_command(model, EngineConfig(**knobs), vllm)
-    forms = {"serve": command.text(), "docker": command.docker, "compose": command.compose}
-    if form not in forms:
-        raise OutOfRangeError(f"--as cannot be {form!r}", works=", ".join(forms), knob="--as")
-    sys.stdout.write(forms[form].rstrip("\n") + "\n")
+    sys.stdout.write(command.text(form))
     if check:
         answer = check_with_vllm(command.words[2:])
         said = "no vLLM is installed here" if answer is None else answer.error or f"vLLM {answer.version} takes it"

@@ -28,6 +28,7 @@ from labkit.specs.engine_config import EngineConfig, Knob
 from labkit.text import plain
 
 DEFAULT_VERSION = "0.33.0"
+FORMS = ("serve", "docker", "compose")
 _IMAGE = "vllm/vllm-openai"
 # Knobs that describe how the lab measures, not how a server should run.
 _LAB_ONLY = {
@@ -66,11 +67,17 @@ class ExportedCommand:
     comments: tuple[str, ...]
     not_exported: tuple[NotExported, ...]
 
-    def text(self) -> str:
-        """Comments and the `vllm serve` command, for a terminal or a file."""
+    def text(self, form: str = "serve") -> str:
+        """Comments and the command as "serve", "docker" or "compose", for a terminal or a file.
+
+        Raises:
+            OutOfRangeError: another form.
+        """
+        if form not in FORMS:
+            raise OutOfRangeError(f"there is no form {plain(form, 40)!r}", works=", ".join(FORMS), knob="--as")
         lines = [f"# {line}" for line in self.comments]
         lines += [f"# not exported: {item.knob} {item.value}: {item.reason}" for item in self.not_exported]
-        return "\n".join([*lines, self.serve]) + "\n"
+        return "\n".join([*lines, getattr(self, form).rstrip("\n")]) + "\n"
 
 
 def vllm_command(model: str, config: EngineConfig, version: str = DEFAULT_VERSION) -> str:
@@ -155,6 +162,8 @@ def _unexportable(knob: Knob, value: Any, version: str, flags: Mapping[str, Flag
     if knob.name in _LAB_ONLY:
         return _LAB_ONLY[knob.name]
     flag_name = knob.flag or f"--{knob.name.replace('_', '-')}"
+    if knob.flag is None and flag_name in flags:
+        return f"vLLM {version} still has {flag_name}; it is left at its default, as newer versions have it no more"
     flag = flags.get(knob.flag or "")
     if flag is None:
         history = flag_history(flag_name)

@@ -99,15 +99,20 @@ def recorded_version(version: str) -> tuple[str, str]:
     return nearest, f"the flags of vLLM {plain(version, 40)} are not recorded; those of {nearest} are used"
 
 
-def flags_for(version: str) -> dict[str, Flag]:
+def flags_for(version: str) -> Mapping[str, Flag]:
     """Flag name → flag, for the recorded version that stands for `version`."""
-    recorded = version_tuple(recorded_version(version)[0])
+    return _flags_of(recorded_version(version)[0])
+
+
+@functools.lru_cache(maxsize=64)
+def _flags_of(recorded: str) -> Mapping[str, Flag]:
+    wanted = version_tuple(recorded)
     found = {}
     for name, entries in _table()["flags"].items():
         for entry in entries:
-            if version_tuple(entry["since"]) <= recorded <= version_tuple(entry["until"]):
+            if version_tuple(entry["since"]) <= wanted <= version_tuple(entry["until"]):
                 found[name] = _flag(name, entry)
-    return found
+    return MappingProxyType(found)
 
 
 def _flag(name: str, entry: Mapping[str, Any]) -> Flag:

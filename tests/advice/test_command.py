@@ -8,11 +8,12 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import sample_gpu, sample_plan
 
 from labkit.advice import check_command, export_command, export_plan, known_versions, vllm_command
+from labkit.advice.command import FORMS
 from labkit.advice.vllm_check import check_with_vllm
 from labkit.errors import LabkitError, OutOfRangeError
 from labkit.specs.engine_config import DTYPES, KV_CACHE_DTYPES, EngineConfig
@@ -49,6 +50,7 @@ def flags_in(words) -> dict[str, str]:
     return found
 
 
+@settings(deadline=None)
 @given(config=CONFIGS, version=st.sampled_from(known_versions()))
 def test_every_command_parses_on_its_version_and_never_swaps(config, version):
     exported = export_command("org/model", config, version)
@@ -61,6 +63,7 @@ def test_every_command_parses_on_its_version_and_never_swaps(config, version):
     assert {"swap_space"} <= left_out or config.swap_space == 0
 
 
+@settings(deadline=None)
 @given(name=st.text(max_size=60))
 def test_any_model_name_stays_one_word_of_shell_docker_and_compose(name):
     exported = export_command(name, EngineConfig())
@@ -104,6 +107,7 @@ def test_numbers_are_plain():
     ("config", "version", "knob", "text"),
     [
         ({"swap_space": 4.0}, "0.33.0", "swap_space", "--kv-offloading-size"),
+        ({"swap_space": 4.0}, "0.7.3", "swap_space", "vLLM 0.7.3 still has --swap-space"),
         ({"preemption_mode": "swap"}, "0.33.0", "preemption_mode", "computing again"),
         ({"block_size": 8}, "0.33.0", "block_size", "multiple of 16"),
         ({"block_size": 64}, "0.17.1", "block_size", "at most 32 on CUDA"),
@@ -140,6 +144,20 @@ def test_what_the_cpu_engine_resolved_for_itself_is_left_to_the_card():
     assert "--dtype" not in exported.words
     assert [item.knob for item in exported.not_exported] == ["dtype", "cpu_memory_gib"]
     assert "--dtype" in export_plan(sample_plan(EngineConfig(dtype="float32"))).words
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_carries_the_comments_and_what_is_left_out(form):
+    exported = export_command("m", EngineConfig(max_num_seqs=64, swap_space=4.0))
+    text = exported.text(form)
+    assert text.startswith("# for vLLM 0.33.0\n# max_num_seqs: vLLM's own choice → 64: Most requests in one step\n")
+    assert "\n# not exported: swap_space 4: removed in 0.18" in text
+    assert text.endswith(getattr(exported, form).rstrip("\n") + "\n")
+
+
+def test_an_unknown_form_is_refused():
+    with pytest.raises(OutOfRangeError, match="there is no form 'helm'"):
+        export_command("m", EngineConfig()).text("helm")
 
 
 def test_docker_and_compose_mount_a_folder_and_share_memory(tmp_path):
