@@ -337,14 +337,36 @@ def _final(status: str) -> RunStatus:
 
 
 def _does_not_fit(plan: MemoryPlan) -> DoesNotFitError:
-    needed = f"{plan.config.max_model_len:,} tokens of KV cache for one request"
+    """The refusal of a run on the CPU engine, with the memory and the length that would work."""
+    works = [f"cpu_memory_gib = {enough:g}" for enough in (_enough_memory_gib(plan),) if enough is not None]
+    if plan.max_model_len_that_fits > 0:
+        works.append(f"max_model_len = {plan.max_model_len_that_fits}")
     return DoesNotFitError(
         f"{plain(plan.model.name, 60)} does not fit: {plan.binding_limit}",
-        needed=needed,
+        needed=f"{plan.config.max_model_len:,} tokens of KV cache for one request",
         available=f"{plan.kv_cache_tokens:,} tokens",
-        works=f"max_model_len = {plan.max_model_len_that_fits}" if plan.max_model_len_that_fits > 0 else None,
-        knob="cpu_memory_gib" if plan.gpu.is_cpu else "gpu_memory_utilization",
+        works=", or ".join(works) or None,
+        knob="cpu_memory_gib",
     )
+
+
+def _enough_memory_gib(plan: MemoryPlan) -> float | None:
+    """The smallest `cpu_memory_gib` that fits, in steps of 0.01; None where not even 4 TiB do."""
+
+    def fits(hundredths: int) -> bool:
+        config = plan.config.replace(cpu_memory_gib=hundredths / 100)
+        return make_plan(plan.model, plan.gpu, config).verdict != "does not fit"
+
+    high = max(1, round(100 * plan.config.cpu_memory_gib))
+    low = high
+    while not fits(high):
+        low, high = high, high * 2
+        if high > 100 * 4096:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high / 100
 
 
 def error_event(error: LabkitError) -> dict[str, Any]:

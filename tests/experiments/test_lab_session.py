@@ -85,9 +85,22 @@ def test_bad_knobs_and_missing_traffic_are_said_before_anything_runs(session, tm
     assert session.store.list_runs() == ()
 
 
+@pytest.mark.parametrize("gib", [0.05, 0.6])
+def test_the_memory_that_would_work_works_and_less_does_not(session, gib):
+    with pytest.raises(DoesNotFitError) as caught:
+        session.run(cpu_memory_gib=gib)
+    enough = float(caught.value.works.split(",")[0].removeprefix("cpu_memory_gib = "))
+    assert session.run_plan(cpu_memory_gib=enough).verdict == "fits"
+    assert session.run_plan(cpu_memory_gib=enough - 0.01).verdict == "does not fit"
+    if gib == 0.6:
+        largest = int(caught.value.works.rpartition(" = ")[2])
+        assert session.run_plan(cpu_memory_gib=gib, max_model_len=largest).verdict == "fits"
+        assert session.run_plan(cpu_memory_gib=gib, max_model_len=largest + 16).verdict == "does not fit"
+
+
 def test_what_does_not_fit_is_refused_with_what_would_work(session):
     events = []
-    with pytest.raises(DoesNotFitError, match=r"needed.*available.*turn: cpu_memory_gib"):
+    with pytest.raises(DoesNotFitError, match=r"needed.*available.*would work.*turn: cpu_memory_gib"):
         session.run(cpu_memory_gib=0.05, on_event=events.append)
     assert events[-1]["type"] == "error"
     assert events[-1]["knob"] == "cpu_memory_gib"
