@@ -10,6 +10,9 @@ from collections.abc import Iterable
 # Bidirectional overrides and isolates reorder what a reader sees (CVE-2021-42574).
 _BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
+# The last two end a line in YAML, JavaScript and Python's splitlines.
+_BREAKS = "\t\r\n\u2028\u2029"
+
 
 def plain(text: object, limit: int = 500) -> str:
     """`text` as one line without control or bidirectional characters, at most `limit` characters long.
@@ -17,9 +20,9 @@ def plain(text: object, limit: int = 500) -> str:
     For terminals, logs and error messages: no escape sequence survives.
     """
     cleaned = "".join(
-        " " if char in "\t\r\n" else char
+        " " if char in _BREAKS else char
         for char in str(text)[: limit * 4]
-        if char in "\t\r\n" or (unicodedata.category(char) not in ("Cc", "Cs") and char not in _BIDI)
+        if char in _BREAKS or (unicodedata.category(char) not in ("Cc", "Cs") and char not in _BIDI)
     )
     return cleaned if len(cleaned) <= limit else cleaned[: limit - 1] + "…"
 

@@ -103,3 +103,8 @@ def test_write_atomic_names_the_folder_it_cannot_write(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(LabkitError, match="cannot write"):
         write_atomic(tmp_path / "file" / "child.txt", "x")
+
+
+def test_unicode_line_separators_do_not_make_a_second_line():
+    assert plain("a\u2028b\u2029c") == "a b c"
+    assert len(plain("a\u2028b").splitlines()) == 1
