@@ -164,6 +164,8 @@ class _Life:
         self._require(self.faulted or not waits_alone or result.num_tokens > 0, "L1: a request waits alone for ever")
         self._require(self.faulted or not result.num_preemptions or result.num_tokens > 0, "L3: sent back for nothing")
         self._check_progress(running)
+        newcomers = {entry.request.request_id for entry in self.engine.scheduler.running} - running
+        self._require(not result.num_preemptions or not newcomers, "L3: a newcomer took what sending back gave")
         for output in result.finished:
             self._check_output(output)
         self._note(result)

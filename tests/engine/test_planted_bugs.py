@@ -48,7 +48,6 @@ BUGS = {
     "long prompt starves the others": (Scheduler._continue_running, "step.budget - others", "step.budget"),
     "budget is not spent": (BatchBuilder.choose, "self.budget -= num_new_tokens", "pass"),
     "last block is never given": (Scheduler._admit, "> self.pool.num_available", ">= self.pool.num_available"),
-    "newcomer takes what made room": (Scheduler.schedule, "if not step.num_preemptions:", "if True:"),
     "sent back without forgetting": (Sequence.forget_kv, "self.num_computed_tokens = 0", "pass"),
     "cancelled request keeps its blocks": (Scheduler._leave, "self.pool.free(sequence.block_table)", "pass"),
     "failed step is taken as done": (Engine.step, "self._scheduler.forget_all_kv()", "self._scheduler.advance(batch)"),
@@ -62,9 +61,7 @@ BUGS = {
     ),
     "table row leaks": (Scheduler._preempt, "self._free_slots.append(sequence.slot)", "pass"),
 }  # fmt: skip
-# A bug that only wastes or reorders breaks no rule of the simulation; unit tests and the pool machine find it.
-FOUND_ELSEWHERE = {"newcomer takes what made room"}
-MOST_SEEDS, STEPS = 80, 200
+MOST_SEEDS, STEPS = 80, 150
 
 
 def _plant(monkeypatch, function, old: str, new: str) -> None:
@@ -79,7 +76,7 @@ def _plant(monkeypatch, function, old: str, new: str) -> None:
     monkeypatch.setattr(getattr(module, path[0]) if len(path) > 1 else module, function.__name__, changed)
 
 
-@pytest.mark.parametrize("name", [name for name in BUGS if name not in FOUND_ELSEWHERE])
+@pytest.mark.parametrize("name", list(BUGS))
 def test_simulation_finds_the_planted_bug(name, monkeypatch):
     _plant(monkeypatch, *BUGS[name])
     found = False
