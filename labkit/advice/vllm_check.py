@@ -68,5 +68,7 @@ def check_with_vllm(words: Sequence[str], python: str = sys.executable) -> Parse
         answer = json.loads(lines[-1] if lines else "")
     except ValueError:
         cause = plain(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no answer")
-        raise LabkitError(f"vLLM in {plain(python)} does not start: {cause}", works="labkit doctor") from None
+        raise LabkitError(
+            f"vLLM in {plain(python)} does not start: {cause}", works="a Python in which `import vllm` succeeds"
+        ) from None
     return ParserAnswer(plain(answer["version"]), plain(answer["error"])) if answer["installed"] else None

@@ -91,7 +91,8 @@ def problem_of(record: RunRecord) -> str:
             "max_num_seqs, which leave more room outside the KV cache."
         )
     if record.status == "failed":
-        return f"Failed: {cause or 'no cause was recorded'}; {steps}. Next: labkit doctor, then run it again."
+        following = "Next: labkit run with the same settings shows the worker's own messages."
+        return f"Failed: {cause or 'no cause was recorded'}; {steps}. {following}"
     if record.status == "cancelled":
         return f"Cancelled by the user; {steps}. Next: run it again for a result that can be compared."
     if record.status == "running":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,31 @@ def test_every_command_exists():
 
     known = {command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands}
     known |= {group.name for group in app.registered_groups}
-    named = {name for page in PAGES for name in re.findall(r"`labkit ([a-z-]+)", page.read_text())}
+    named = {name for page in PAGES for name in re.findall(r"(?:^|`)labkit ([a-z-]+)", "\n".join(code_of(page)), re.M)}
+    assert {"plan", "export", "explain-log", "tune"} <= named
     assert named <= known
+
+
+def code_of(page: Path) -> list[str]:
+    """Shell blocks and inline code of a page."""
+    pairs = re.findall(r"^```sh\n(.*?)^```|(`labkit [^`]+`)", page.read_text(), re.M | re.S)
+    return [part for pair in pairs for part in pair]
+
+
+def shell_commands() -> list[str]:
+    blocks = [block for page in PAGES for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.M | re.S)]
+    return [line for block in blocks for line in block.splitlines() if line.startswith("labkit ")]
+
+
+@pytest.mark.parametrize("line", shell_commands(), ids=lambda line: line.split()[1])
+def test_every_shell_line_runs(line):
+    from typer.testing import CliRunner
+
+    from labkit.cli import app
+
+    result = CliRunner().invoke(app, shlex.split(line)[1:])
+    assert result.exit_code == 0, result.output
+    assert result.output.strip()
 
 
 def test_every_error_class_has_its_section():

@@ -35,7 +35,7 @@ STATES = {
     "interrupted": (("unfinished",), (), ["The process ended in the middle of the run; 120 steps were kept"]),
     "cancelled": (("cancelled",), (), ["Cancelled by the user; 120 steps were kept"]),
     "still running": (("running",), (), ["Still running when the report was made"]),
-    "failed": (("failed",), (), ["Failed: no cause was recorded", "labkit doctor"]),
+    "failed": (("failed",), (), ["Failed: no cause was recorded", "labkit run with the same settings"]),
     "failed before its first step": (
         ("failed early",), (), ["it ended before its first step", "The run has no steps", "No run has given a token"],
     ),
