@@ -45,6 +45,11 @@ def memory_scale(num_bytes: float) -> tuple[int, str]:
     return (GIB, "GiB") if num_bytes >= GIB else (MIB, "MiB") if num_bytes >= MIB else (KIB, "KiB")
 
 
+def bandwidth_scale(bytes_per_s: float) -> tuple[float, str]:
+    """Divisor and unit for an axis of bandwidth that reaches to `bytes_per_s`."""
+    return (1e12, "TB/s") if bytes_per_s >= 1e12 else (1e9, "GB/s")
+
+
 def share(part: float | None, whole: float | None) -> str:
     """`part` of `whole` in percent, at most one decimal; "–" when there is no whole."""
     if part is None or not whole:

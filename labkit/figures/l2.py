@@ -60,7 +60,7 @@ def draw_l2(info: L2Info, theme: str = "light", narrow: bool = False) -> go.Figu
     style, colors = get_theme(theme).lines[0], get_theme(theme)
     figure = row_of_plots(theme, ("L2 hit rate", "DRAM reads"), narrow=narrow, spacing=0.12)
     left, right = position(0, narrow), position(1, narrow)
-    divisor, unit = (1e12, "TB/s") if max(bar.dram_bytes_per_s for bar in info.bars) >= 1e12 else (1e9, "GB/s")
+    divisor, unit = fmt.bandwidth_scale(max(bar.dram_bytes_per_s for bar in info.bars))
     names = [f"{label(bar.name, 24)}<br>{bar.method.split(' ')[0]}" for bar in info.bars]
     hatch = pattern(["" if bar.is_measured else "." for bar in info.bars], style.color)
     common = {

@@ -25,9 +25,12 @@ from labkit.widgets import Panel
 
 
 @pytest.fixture
-def fresh_lab(lab):
+def fresh_lab(chromium, lab):
+    """The server with no page and no kernel of an earlier test: an open page would save its old outputs again."""
     lab.end_sessions()
     yield lab
+    for context in chromium.contexts:
+        context.close()
     lab.end_sessions()
 
 
@@ -39,9 +42,9 @@ def press_run(page) -> None:
     page.locator(".lk-panel .jupyter-button").filter(has_text="Run").first.click()
 
 
-def open_fake(chromium, lab, call: str, **options):
-    make_notebook(lab.folder / "fake.ipynb", f"{FAKE}\npanel = {call}\npanel")
-    watched = open_notebook(chromium, lab, "fake.ipynb", **options)
+def open_fake(chromium, lab, name: str, call: str, **options):
+    make_notebook(lab.folder / name, f"{FAKE}\npanel = {call}\npanel")
+    watched = open_notebook(chromium, lab, name, **options)
     run_all(watched)
     wait_for_plots(watched.page)
     return watched
@@ -106,7 +109,7 @@ LOOKS = """() => {
 
 def test_widths_themes_names_and_hostile_text(chromium, fresh_lab):
     call = "Panel(FakeSession(model=sample_model(HOSTILE), records=[r for r in state_records().values() if r]))"
-    watched = open_fake(chromium, fresh_lab, call, height=1400)
+    watched = open_fake(chromium, fresh_lab, "looks.ipynb", call, height=1400)
     page = watched.page
     page.evaluate("() => globalThis.jupyterapp.shell.collapseLeft()")
     for width in (1440, 1024, 640):
@@ -129,7 +132,7 @@ def test_widths_themes_names_and_hostile_text(chromium, fresh_lab):
 
 
 def test_set_run_and_pin_by_keyboard_alone(chromium, fresh_lab):
-    watched = open_fake(chromium, fresh_lab, "Panel(FakeSession(pause_s=0.01))")
+    watched = open_fake(chromium, fresh_lab, "keys.ipynb", "Panel(FakeSession(pause_s=0.01))")
     page = watched.page
     focus = "() => document.activeElement.innerText || document.activeElement.getAttribute('aria-label') || ''"
     page.get_by_label("block_size in tokens").focus()

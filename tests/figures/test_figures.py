@@ -280,3 +280,20 @@ def test_measured_parts_sum_to_the_card_as_predicted_ones_do():
 
 def test_the_better_colour_is_never_a_memory_part_s_error_colour():
     assert LIGHT.worse not in PART_COLORS.values()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("room", COMPARING, ids=lambda room: room.__name__)
+def test_no_two_lines_of_a_plot_look_alike_without_colour(room, theme):
+    figure = step(room, "draw")(step(room, "info")(sample_runs()), theme)
+    looks = [(trace.xaxis, trace.line.dash, trace.marker.symbol) for trace in figure.data if trace.type == "scatter"]
+    assert len(set(looks)) == len(looks)
+
+
+def test_a_map_and_a_long_list_stay_small():
+    many = sample_record(num_requests=3000, block_map=(3,) * 10**6)
+    assert len(requests.table(requests.get_requests_info([many]))) == requests.MAX_ROWS
+    assert "the first 200 of 3,000" in requests.table(requests.get_requests_info([many])).caption
+    assert len(block_map.get_block_map_info(many).owners) <= block_map.MAX_CELLS
+    for trace in requests.draw_requests(requests.get_requests_info([many])).data:
+        assert len(trace.x) <= 2000
