@@ -1,4 +1,4 @@
-"""Design sweep: variants of the decode and prefill kernels on the table's shapes. usage: sweep.py OUT.json [processes]
+"""Design sweep: variants of the decode and prefill kernels on the table's shapes. usage: sweep.py OUT.json [processes] [chunks]
 
 Needs `kernels/` on PYTHONPATH where labkit is not installed.
 
@@ -23,7 +23,7 @@ from labkit_kernels.scores import Scores
 from shapes import DECODE, PREFILL, Inputs, Pool, Shape, make_inputs
 from timing import copy_ceiling, make_flush, read_ceiling, time_us
 
-SWEPT = ("64x4096", "256x1024", "1x32768", "8x16384", "128 ragged", "16x1024", "1x4096")
+SWEPT = ("64x4096", "256x1024", "1x32768", "8x16384", "128 ragged", "16x1024", "1x4096", "1x65536", "16x4096", "1x1024")
 KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 TINY = Shape("tiny", (256,) * 2)
 TINY_PREFILL = Shape("tiny", (256,) * 2, new=128)
@@ -33,21 +33,25 @@ POOL_ELEMENTS = 2**30 + 2**27
 def decode_variants(kv: str) -> list[DecodeConfig]:
     """Variants to time; an earlier, wider grid is in kernels/NOTES.md."""
     if kv == "bf16":
-        found = [DecodeConfig(64, 4, 3, True, True, ctas, merge) for ctas in (1, 2) for merge in (2048, 4096, 8192)]
-        found += [DecodeConfig(64, 4, stages, False, True, ctas) for stages in (3, 4) for ctas in (1, 2, 3)]
-        return [
-            *found,
-            DecodeConfig(32, 4, 4, False, True, 2),
-            DecodeConfig(64, 4, 3, True, True, 2, evict="evict_first"),
-        ]
-    grid = product(((32, 4), (64, 4), (128, 4), (128, 8)), (2, 3, 4, 5))
-    found = [
-        DecodeConfig(tile, warps, stages, False, True, ctas, 4096, True)
-        for (tile, warps), stages in grid
-        for ctas in (1, 2, 3, 4, 5)
-        if tile * stages <= 384 and 40_000 <= 256 * tile * stages * ctas <= 216_000
-    ]
-    return [*found, DecodeConfig(64, 4, 3, True, True, 3)]
+        settings = (
+            (64, 4, 3, True, 2),
+            (64, 4, 2, True, 3),
+            (64, 4, 3, False, 3),
+            (64, 4, 4, False, 2),
+            (64, 4, 4, True, 1),
+        )
+        return [DecodeConfig(tile, warps, stages, swap, True, c) for tile, warps, stages, swap, c in settings]
+    words = (
+        (64, 4, 3, 4),
+        (64, 4, 3, 5),
+        (64, 4, 2, 4),
+        (128, 4, 3, 2),
+        (128, 4, 3, 3),
+        (128, 4, 2, 3),
+        (128, 8, 3, 2),
+        (128, 8, 3, 3),
+    )
+    return [DecodeConfig(tile, warps, stages, False, True, c, 4096, True) for tile, warps, stages, c in words]
 
 
 CHUNKED = {
@@ -174,9 +178,9 @@ def main() -> None:
         sweep_decode(kv, pool, flush, rows)
         out.write_text(json.dumps(rows, indent=1))
         print(f"{kv} decode at {time.time() - started:.0f} s", flush=True)
-    sweep_chunks("bf16", [DecodeConfig(64, 4, 3, True, True, 2)], pool, flush, rows)
-    words = [DecodeConfig(64, 4, stages, False, True, ctas, 4096, True) for stages, ctas in ((3, 4), (4, 4))]
-    sweep_chunks("fp8", words, pool, flush, rows)
+    if "chunks" in sys.argv:
+        sweep_chunks("bf16", [DecodeConfig(64, 4, 3, True, True, 2)], pool, flush, rows)
+        sweep_chunks("fp8", [DecodeConfig(64, 4, 3, False, True, 4, 4096, True)], pool, flush, rows)
     sweep_prefill(pool, flush, rows)
     out.write_text(json.dumps(rows, indent=1))
     timed = [row for row in rows if "us" in row]

@@ -19,7 +19,7 @@ from labkit_kernels.ops import cache_kind, capability
 # Fitted to chunk sweeps on an H200 (kernels/NOTES.md), in tiles of one slot.
 OVERLAP, ITEM_COST, REDUCE_COST, SPLIT_COST = 0.2, 0.75, 1.0, 0.07
 ITEM_FIELDS = 7
-MIN_CHUNK_TOKENS = 256
+MIN_CHUNK_TOKENS = 128
 DETERMINISTIC_CHUNK_TOKENS = 1024
 NUM_BUCKETS = 8
 
@@ -88,7 +88,7 @@ def _best_chunk(
         full.to(tl.float32), rest_items.to(tl.float32), rest_tiles.to(tl.float32), chunk.to(tl.float32),
         slots_per_head, overlap, item_cost, reduce_cost, split_cost, ((longest + chunk - 1) // chunk).to(tl.float32),
     )  # fmt: skip
-    finish = tl.where((full + rest_items + batch <= max_items) | (k == 0), finish, float("inf"))
+    finish = tl.where((full + rest_items <= max_items) | (k == 0), finish, float("inf"))
     best = tl.argmin(finish, 0)
     return tl.sum(tl.where(k == best, chunk, 0), 0)
 
@@ -211,7 +211,7 @@ class DecodeWorkspace:
             self.max_items = self.max_batch * -(-tiles // self.fixed_chunk)
         else:
             self.max_items = self.max_batch + min(
-                int(1.25 * self.slots_per_head) + 1, self.max_batch * max(tiles - 1, 0)
+                int(1.5 * self.slots_per_head) + 1, self.max_batch * max(tiles - 1, 0)
             )
         ints = {"dtype": torch.int32, "device": device}
         self.meta = torch.zeros(4, **ints)

@@ -148,7 +148,7 @@ def _encode(x, scale, KIND: tl.constexpr, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(
+def store_rows(
     x, cache, token_scales, slots, head, inside, scale_ptr, scale, scale_stride,
     ts_stride_block, ts_stride_slot, ts_stride_head, stride_block, stride_slot, stride_head,
     KIND: tl.constexpr, LARGEST: tl.constexpr, SCALE_TENSOR: tl.constexpr, TOKEN_SCALES: tl.constexpr,
@@ -196,12 +196,12 @@ def _write_kernel(
     v = tl.load(
         value + (token * value_stride_token + head * value_stride_head)[:, None] + d[None, :], mask=mask, other=0.0
     )
-    _store_rows(
+    store_rows(
         k, k_cache, k_tokens, slots, head, inside, k_scale_ptr, k_scale, ks_stride, ts_stride_block, ts_stride_slot,
         ts_stride_head, k_stride_block, k_stride_slot, k_stride_head, KIND, LARGEST, K_SCALE_TENSOR, TOKEN_SCALES,
         BLOCK_SIZE, D, DP,
     )  # fmt: skip
-    _store_rows(
+    store_rows(
         v, v_cache, v_tokens, slots, head, inside, v_scale_ptr, v_scale, vs_stride, ts_stride_block, ts_stride_slot,
         ts_stride_head, v_stride_block, v_stride_slot, v_stride_head, KIND, LARGEST, V_SCALE_TENSOR, TOKEN_SCALES,
         BLOCK_SIZE, D, DP,

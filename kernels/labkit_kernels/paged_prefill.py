@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from labkit_kernels.checks import KernelValueError, check_cache, check_lengths, check_out
-from labkit_kernels.heuristics import PrefillConfig, prefill_config
+from labkit_kernels.heuristics import DecodeConfig, PrefillConfig, num_slots, prefill_config
+from labkit_kernels.merge import Partials, merge_splits
 from labkit_kernels.ops import (
     block_ids,
     cache_kind,
@@ -23,6 +24,9 @@ from labkit_kernels.ops import (
     to_compute,
 )
 from labkit_kernels.scores import Scores, finish_rows, score_arguments
+
+MIN_TILES_OF_SPLIT = 4
+MAX_SPLITS = 32
 
 
 @triton.jit
@@ -44,17 +48,16 @@ def _find_sequence(query_start_loc, block, batch, GROUP: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def _tile_scores(
-    q, k, tokens, limit, ks, qk_scale, softcap, window,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, tokens, limit, ks, qk_scale, softcap, window, masked,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores `[rows, tokens]` in base 2 after `multiplier`, which stays out of them where one FMA can take it along."""
+    """Scores `[rows, tokens]` of a tile; the scale stays out of them where one FMA can take it along later."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if TOKEN_SCALES:
         s = s * ks[None, :]
     if SOFTCAP:
         s = soft_cap(s * (qk_scale * 0.6931471805599453), softcap) * 1.4426950408889634
-    if MASKED:
+    if masked:
         visible = tokens[None, :] <= limit[:, None]
         if WINDOW:
             visible = visible & (tokens[None, :] > (limit - window)[:, None])
@@ -64,13 +67,13 @@ def _tile_scores(
 
 @triton.jit
 def _attend_tiles(
-    acc, m, total, q, limit, k_base, v_base, k_tokens, v_tokens, table, start, end, qk_scale, softcap, window, fence,
+    acc, m, total, q, limit, k_base, v_base, k_tokens, v_tokens, table, start, end, masked_from, qk_scale, softcap, window, fence,
     k_stride_block, k_stride_slot, v_stride_block, v_stride_slot, ts_stride_block, ts_stride_slot,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr,
     KIND: tl.constexpr, ASM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, SAME_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over tokens start … end, start being a whole number of tiles."""
+    """Online softmax over tokens start … end; scores are masked from masked_from on (a whole number of tiles)."""
     offs = tl.arange(0, TILE)
     d = tl.arange(0, DP)
     multiplier = qk_scale
@@ -81,22 +84,19 @@ def _attend_tiles(
         blocks = ahead
         ahead = block_ids(table, at + TILE, offs, end, BLOCK_SIZE, TILE)
         tokens = at + offs
-        mask = (d < D)[None, :]
-        if MASKED:
-            mask = mask & (tokens < end)[:, None]
+        mask = (tokens < end)[:, None] & (d < D)[None, :]
         k_at = row_offsets(blocks, tokens, k_stride_block, k_stride_slot, BLOCK_SIZE)
-        k = to_compute(load_rows(k_base, k_at[:, None] + d[None, :], mask, MASKED or D != DP, ""), fence, KIND, ASM)
+        k = to_compute(load_rows(k_base, k_at[:, None] + d[None, :], mask, True, ""), fence, KIND, ASM)
         ks = tokens
         if TOKEN_SCALES:
             ts_at = row_offsets(blocks, tokens, ts_stride_block, ts_stride_slot, BLOCK_SIZE)
             ks = tl.load(k_tokens + ts_at, mask=tokens < end, other=0.0)
         s = _tile_scores(
-            q, k, tokens, limit, ks, qk_scale, softcap, window, MASKED, WINDOW, SOFTCAP, TOKEN_SCALES, PRECISION
-        )
+            q, k, tokens, limit, ks, qk_scale, softcap, window, at >= masked_from, WINDOW, SOFTCAP, TOKEN_SCALES,
+            PRECISION,
+        )  # fmt: skip
         m_new = tl.maximum(m, tl.max(s, 1) * multiplier)
-        safe = m_new
-        if MASKED:
-            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - safe)
         p = tl.exp2(s * multiplier - safe[:, None])
         total = total * alpha + tl.sum(p, 1)
@@ -106,23 +106,24 @@ def _attend_tiles(
         v_at = k_at
         if not SAME_STRIDES:
             v_at = row_offsets(blocks, tokens, v_stride_block, v_stride_slot, BLOCK_SIZE)
-        v = to_compute(load_rows(v_base, v_at[:, None] + d[None, :], mask, MASKED or D != DP, ""), fence, KIND, ASM)
+        v = to_compute(load_rows(v_base, v_at[:, None] + d[None, :], mask, True, ""), fence, KIND, ASM)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m, total
 
 
-@triton.jit(do_not_specialize=["batch", "window", "table_stride"])
+@triton.jit(do_not_specialize=["batch", "window", "table_stride", "num_rows"])
 def _prefill_kernel(
-    q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, out, lse,
+    q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, out, lse, partial_out, partial_stats,
     sinks, k_scale_ptr, v_scale_ptr, k_tokens, v_tokens,
     scale, softcap, window, k_scale, v_scale, fence, ks_stride, vs_stride,
-    ts_stride_block, ts_stride_slot, ts_stride_head, batch, table_stride,
+    ts_stride_block, ts_stride_slot, ts_stride_head, batch, table_stride, num_rows,
     q_stride_token, q_stride_head, k_stride_block, k_stride_slot, k_stride_head,
     v_stride_block, v_stride_slot, v_stride_head, out_stride_token, out_stride_head, lse_stride_token,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALE_TENSORS: tl.constexpr,
     TOKEN_SCALES: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, LSE: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, SAME_STRIDES: tl.constexpr, CAUSAL: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     # Blocks from the end first: they see the most keys, and short ones fill the tail.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -136,9 +137,10 @@ def _prefill_kernel(
     r = row_start + tl.arange(0, ROWS)
     valid = r < query_len * GROUP
     context = tl.load(seq_lens + seq) - query_len
-    limit = context + tl.minimum(r // GROUP, query_len - 1)
+    query = tl.minimum(r // GROUP, query_len - 1)
+    limit = context + query
     head = tl.program_id(1) * GROUP + r % GROUP
-    token = (q_start + tl.minimum(r // GROUP, query_len - 1)).to(tl.int64)
+    token = (q_start + query).to(tl.int64)
     d = tl.arange(0, DP)
     inside = valid[:, None] & (d < D)[None, :]
     queries = tl.load(q + (token * q_stride_token + head * q_stride_head)[:, None] + d[None, :], mask=inside, other=0.0)
@@ -152,31 +154,43 @@ def _prefill_kernel(
     end = context + tl.minimum((row_start + ROWS - 1) // GROUP, query_len - 1) + 1
     masked_from = (context + row_start // GROUP + 1) // TILE * TILE
     start = 0
+    if not CAUSAL:
+        end = context + query_len
+        limit = limit * 0 + end - 1
+        masked_from = end // TILE * TILE
     if WINDOW:
         start = tl.maximum(context + row_start // GROUP - window + 1, 0) // TILE * TILE
         masked_from = start
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(end - start, TILE), SPLITS) * TILE
+        start += tl.program_id(2) * share
+        end = tl.minimum(start + share, end)
+        masked_from = tl.minimum(tl.maximum(masked_from, start), end)
     qk_scale = scale * k_scale * 1.4426950408889634
     acc = tl.zeros([ROWS, DP], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    for part in tl.static_range(2):
-        if part == 1 or not WINDOW:
-            acc, m, total = _attend_tiles(
-                acc, m, total, queries, limit, k_cache + kv_head * k_stride_head, v_cache + kv_head * v_stride_head,
-                k_tokens + kv_head * ts_stride_head, v_tokens + kv_head * ts_stride_head,
-                block_tables + seq.to(tl.int64) * table_stride, start if part == 0 else masked_from,
-                masked_from if part == 0 else end, qk_scale, softcap, window, tl.full([], fence, tl.float16),
-                k_stride_block, k_stride_slot, v_stride_block, v_stride_slot, ts_stride_block, ts_stride_slot,
-                part == 1, WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP, TILE, BLOCK_SIZE,
-                STAGES if WINDOW or part == 0 else 1, PRECISION, SAME_STRIDES,
-            )  # fmt: skip
-    sink = m
-    if SINKS:
-        sink = tl.load(sinks + head) * 1.4426950408889634
-    finish_rows(
-        acc, m, total, out, lse, token * out_stride_token + head * out_stride_head, token * lse_stride_token + head,
-        valid, sink, v_scale, D, DP, SINKS, LSE,
+    acc, m, total = _attend_tiles(
+        acc, m, total, queries, limit, k_cache + kv_head * k_stride_head, v_cache + kv_head * v_stride_head,
+        k_tokens + kv_head * ts_stride_head, v_tokens + kv_head * ts_stride_head,
+        block_tables + seq.to(tl.int64) * table_stride, start, end, masked_from, qk_scale, softcap, window,
+        tl.full([], fence, tl.float16), k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+        ts_stride_block, ts_stride_slot, WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP, TILE, BLOCK_SIZE,
+        STAGES, PRECISION, SAME_STRIDES,
     )  # fmt: skip
+    if SPLITS > 1:
+        row = (tl.program_id(2) * num_rows + token) * tl.num_programs(1) * GROUP + head
+        tl.store(partial_out + row[:, None] * D + d[None, :], acc, mask=inside)
+        tl.store(partial_stats + row, m, mask=valid)
+        tl.store(partial_stats + SPLITS * num_rows.to(tl.int64) * tl.num_programs(1) * GROUP + row, total, mask=valid)
+    else:
+        sink = m
+        if SINKS:
+            sink = tl.load(sinks + head) * 1.4426950408889634
+        finish_rows(
+            acc, m, total, out, lse, token * out_stride_token + head * out_stride_head,
+            token * lse_stride_token + head, valid, sink, v_scale, D, DP, SINKS, LSE,
+        )  # fmt: skip
 
 
 def paged_prefill(
@@ -192,13 +206,14 @@ def paged_prefill(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
+    num_splits: int | None = None,
 ) -> torch.Tensor:
     """Attention of chunks over their cached context; returns `out [tokens, q heads, head size]`.
 
     Sequence i brings the query tokens query_start_loc[i] … query_start_loc[i + 1] of q, the last of its seq_lens[i]
     tokens; K and V of all of them are in the cache. max_query_len chooses the launch settings only: any bound that
-    does not change under a CUDA graph. Tensors as in `paged_decode`. Raises KernelValueError or KernelTypeError naming
-    the argument.
+    does not change under a CUDA graph. num_splits cuts the keys for batches too small to fill the card (None: chosen
+    from the shapes). Tensors as in `paged_decode`. Raises KernelValueError or KernelTypeError naming the argument.
     """
     check_cache(q, k_cache, v_cache, block_tables)
     check_lengths(q, block_tables, seq_lens, query_start_loc)
@@ -209,21 +224,54 @@ def paged_prefill(
     check_out("out", out, q.shape, q.dtype, q.device)
     if lse is not None:
         check_out("lse", lse, q.shape[:2], torch.float32, q.device)
-    batch = seq_lens.shape[0]
-    if batch == 0 or q.shape[0] == 0:
+    if seq_lens.shape[0] == 0 or q.shape[0] == 0:
         return out
-    kind = cache_kind(k_cache)
     group = q.shape[1] // k_cache.shape[2]
+    kind = cache_kind(k_cache)
     config = config or prefill_config(capability(q.device), kind, q.shape[2], max_query_len * group)
-    arguments = score_arguments(scores, q, kind)
-    blocks = q.shape[0] * group // config.rows + batch
-    _prefill_kernel[(blocks, k_cache.shape[2])](
-        q, readable(k_cache, kind), readable(v_cache, kind), block_tables, seq_lens, query_start_loc,
-        out, out if lse is None else lse, *arguments.tensors, *arguments.numbers, batch, block_tables.stride(0),
-        q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3], out.stride(0), out.stride(1),
-        0 if lse is None else lse.stride(0), **arguments.switches, LSE=lse is not None, GROUP=group, D=q.shape[2],
-        DP=triton.next_power_of_2(q.shape[2]), ROWS=config.rows, TILE=config.tile, BLOCK_SIZE=k_cache.shape[1],
-        STAGES=config.stages, PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
-        SAME_STRIDES=k_cache.stride() == v_cache.stride(), num_warps=config.warps,
+    splits = num_splits or choose_splits(q, k_cache, block_tables, config)
+    if splits == 1:
+        launch_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scores, config, out=out, lse=lse)
+        return out
+    partials = launch_prefill(
+        q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scores, config, splits=splits
     )  # fmt: skip
+    merge_splits(partials, scores, out, lse)
     return out
+
+
+def choose_splits(q: torch.Tensor, k_cache: torch.Tensor, block_tables: torch.Tensor, config: PrefillConfig) -> int:
+    """Shares of the keys that fill the card, from shapes alone; 1 where the row blocks fill half of it already."""
+    group = q.shape[1] // k_cache.shape[2]
+    programs = (q.shape[0] * group // config.rows + block_tables.shape[0]) * k_cache.shape[2]
+    slots = num_slots(q.device, DecodeConfig(ctas_per_sm=1))
+    tiles = block_tables.shape[1] * k_cache.shape[1] // config.tile
+    return max(1, min(slots // programs, tiles // MIN_TILES_OF_SPLIT, MAX_SPLITS)) if 2 * programs <= slots else 1
+
+
+def launch_prefill(
+    q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scores, config, *, splits=1, causal=True, out=None,
+    lse=None,
+) -> Partials | None:  # fmt: skip
+    """One launch on checked arguments; with splits > 1 its partial results, to be merged."""
+    kind, group = cache_kind(k_cache), q.shape[1] // k_cache.shape[2]
+    arguments = score_arguments(scores, q, kind)
+    blocks = q.shape[0] * group // config.rows + seq_lens.shape[0]
+    partials = None
+    if splits > 1:
+        partials = Partials(
+            torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device),
+            torch.empty(2, splits, *q.shape[:2], dtype=torch.float32, device=q.device),
+        )
+    out = q if out is None else out
+    _prefill_kernel[(blocks, k_cache.shape[2], splits)](
+        q, readable(k_cache, kind), readable(v_cache, kind), block_tables, seq_lens, query_start_loc,
+        out, out if lse is None else lse, q if partials is None else partials.out,
+        q if partials is None else partials.stats, *arguments.tensors, *arguments.numbers, seq_lens.shape[0],
+        block_tables.stride(0), q.shape[0], q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0), **arguments.switches, LSE=lse is not None,
+        GROUP=group, D=q.shape[2], DP=triton.next_power_of_2(q.shape[2]), ROWS=config.rows, TILE=config.tile,
+        BLOCK_SIZE=k_cache.shape[1], STAGES=config.stages, PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
+        SAME_STRIDES=k_cache.stride() == v_cache.stride(), CAUSAL=causal, SPLITS=splits, num_warps=config.warps,
+    )  # fmt: skip
+    return partials

@@ -151,3 +151,8 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, int
         a, b = turned.chunk(2, -1)
         turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
     return torch.cat([turned, rest], -1)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """Root-mean-square norm (arXiv 1910.07467) over the last dimension, times `weight`."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)

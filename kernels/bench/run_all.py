@@ -1,0 +1,196 @@
+"""The table of ratios against FlashAttention-3, FlashInfer and vLLM's Triton kernel. usage: run_all.py OUT.json
+
+Peers must be importable (kernels/bench/peers.py); what is missing is named in the result. KV bytes count each K and V
+byte once. All times: CUDA-graph replay, L2 flushed before each, median; our plan and the peers' are made outside.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import peers
+import torch
+import triton
+from labkit_kernels.cascade import SharedPrefix, cascade_decode
+from labkit_kernels.heuristics import as_dict
+from labkit_kernels.kv_write import KVTarget, write_kv
+from labkit_kernels.paged_decode import make_workspace, paged_decode
+from labkit_kernels.scores import Scores
+from labkit_kernels.teaching import VARIANTS, variant_workspace
+from shapes import DECODE, PREFILL, Inputs, Pool, Shape, make_inputs, with_heads
+from summary import summarise
+from sweep import KV, POOL_ELEMENTS, decode_call, prefill_call
+from timing import copy_ceiling, make_flush, read_ceiling, time_us
+
+MAIN = DECODE[:5]
+
+
+class Bench:
+    """Flush, pool and rows of one run."""
+
+    def __init__(self) -> None:
+        self.flush, self.pool = make_flush(), Pool(POOL_ELEMENTS)
+        self.rows: list[dict] = []
+        self.missing: dict[str, str] = {}
+
+    def peer(self, name: str, maker, ours: torch.Tensor | None, repeats: int) -> dict:
+        """Time of a peer, and how far its result is from ours; empty where it cannot run."""
+        try:
+            call = maker()
+            result = call()
+            torch.cuda.synchronize()
+            entry = {f"{name}_us": time_us(call, self.flush, repeats)}
+        except Exception as error:
+            self.missing.setdefault(name, f"{type(error).__name__}: {str(error)[:200]}")
+            return {}
+        result = result[0] if isinstance(result, tuple) else result
+        if result is not None and ours is not None:
+            entry[f"{name}_differs"] = float((result.float() - ours.float()).norm() / ours.float().norm())
+        return entry
+
+    def decode(self, shape: Shape, kv: str, block_size: int, repeats: int = 30) -> None:
+        """One row of the decode table."""
+        inputs = make_inputs(shape, block_size, KV[kv], self.pool)
+        workspace, call = decode_call(inputs, None)
+        ours = call().clone()
+        row = {
+            "table": "decode", "shape": shape.name, "heads": f"{shape.q_heads}/{shape.kv_heads}", "kv": kv,
+            "block_size": block_size, "kv_bytes": inputs.kv_bytes, "us": time_us(call, self.flush, repeats),
+            "plan_us": time_us(lambda: workspace.plan(inputs.lens), self.flush, 11),
+            "items_and_chunk": workspace.meta.tolist()[:2], "settings": as_dict(workspace.config),
+        }  # fmt: skip
+        if kv != "int8":
+            row |= self.peer("fa3", lambda: peers.fa3(inputs), ours, repeats)
+            row |= self.peer("flashinfer_tc", lambda: peers.flashinfer(inputs), ours, repeats)
+            row |= self.peer("flashinfer_cuda", lambda: peers.flashinfer(inputs, tensor_cores=False), ours, 11)
+            if block_size == 16:
+                row |= self.peer("vllm_triton", lambda: peers.vllm_triton(inputs), None, 11)
+        row["gb_s"] = inputs.kv_bytes / row["us"] / 1e3
+        self.rows.append(row)
+
+    def prefill(self, shape: Shape) -> None:
+        """One row of the prefill table."""
+        inputs = make_inputs(shape, 16, torch.bfloat16, self.pool)
+        call = prefill_call(inputs, None)
+        ours = call().clone()
+        us = time_us(call, self.flush, 15)
+        row = {"table": "prefill", "shape": shape.name, "us": us, "tflops": inputs.flops / us / 1e6}
+        row |= self.peer("fa3", lambda: peers.fa3(inputs), ours, 15)
+        row |= self.peer("vllm_triton", lambda: peers.vllm_triton(inputs), None, 3)
+        self.rows.append(row)
+
+    def kv_write(self, num_tokens: int, kv: str) -> None:
+        """One row of the KV write table: bytes read (bf16) plus bytes written."""
+        heads, dim, block_size = 8, 128, 16
+        blocks = max(num_tokens // block_size * 2, 4096)
+        k_cache, v_cache = self.pool.take(KV[kv], (blocks, block_size, heads, dim))
+        key = torch.randn(num_tokens, heads, dim, dtype=torch.bfloat16, device="cuda")
+        value = torch.randn_like(key)
+        slots = torch.randperm(blocks, device="cuda")[: -(-num_tokens // block_size)]
+        slots = (slots[:, None] * block_size + torch.arange(block_size, device="cuda")).flatten()[:num_tokens]
+        target = KVTarget(k_cache, v_cache)
+        us = time_us(lambda: write_kv(key, value, slots, target), self.flush)
+        num_bytes = 2 * num_tokens * heads * dim * (2 + k_cache.element_size())
+        self.rows.append({"table": "kv_write", "tokens": num_tokens, "kv": kv, "us": us, "gb_s": num_bytes / us / 1e3})
+
+    def shared_prefix(self, batch: int = 32, shared: int = 8192, own: int = 512) -> None:
+        """Cascade against the plain kernel on the same shared tables."""
+        inputs = make_inputs(Shape("shared", (shared + own,) * batch), 16, torch.bfloat16, self.pool)
+        inputs.tables[:, : shared // 16] = inputs.tables[0, : shared // 16]
+        scores = Scores(scale=128**-0.5)
+        _, plain = decode_call(inputs, None)
+        own_tables = inputs.tables[:, shared // 16 :]
+        own_lens = torch.full((batch,), own, dtype=torch.int32, device="cuda")
+        workspace = make_workspace(inputs.q, inputs.k, own_tables, scores)
+        workspace.plan(own_lens)
+        prefix = SharedPrefix.make(inputs.tables[0, : shared // 16].contiguous(), shared, batch)
+        out = torch.empty_like(inputs.q)
+        args = (inputs.q, inputs.k, inputs.v, prefix, own_tables, own_lens, scores)
+
+        def cascade() -> torch.Tensor:
+            return cascade_decode(*args, workspace=workspace, out=out)
+
+        want, have = plain().float(), cascade().float()
+        self.rows.append(
+            {
+                "table": "shared_prefix", "shape": f"{batch} x ({shared} shared + {own} own)",
+                "us": time_us(cascade, self.flush), "plain_us": time_us(plain, self.flush),
+                "differs": float((want - have).norm() / want.norm()),
+            }
+        )  # fmt: skip
+
+    def variants(self, inputs: Inputs) -> None:
+        """The teaching variants on one shape."""
+        scores = Scores(scale=inputs.shape.head_dim**-0.5)
+        out = torch.empty_like(inputs.q)
+        args = (inputs.q, inputs.k, inputs.v, inputs.tables, inputs.lens, scores)
+        for variant in VARIANTS:
+            if variant == "tile = block" and inputs.block_size > 128:
+                continue
+            workspace = variant_workspace(variant, inputs.q, inputs.k, inputs.tables, scores)
+            workspace.plan(inputs.lens)
+            us = time_us(lambda w=workspace: paged_decode(*args, workspace=w, out=out), self.flush)
+            self.rows.append(
+                {
+                    "table": "variants", "shape": inputs.shape.name, "block_size": inputs.block_size,
+                    "variant": variant, "us": us, "gb_s": inputs.kv_bytes / us / 1e3,
+                }
+            )  # fmt: skip
+
+
+def run(bench: Bench) -> None:
+    """All rows."""
+    bench.rows.append(
+        {"table": "ceilings", "read_gb_s": read_ceiling(bench.flush), "copy_gb_s": copy_ceiling(bench.flush)}
+    )
+    for kv in ("bf16", "fp8"):
+        for shape in DECODE:
+            for block_size in (16, 64, 128):
+                bench.decode(shape, kv, block_size)
+        for shape in MAIN:
+            bench.decode(with_heads(shape, 28, 4), kv, 16, 15)
+            bench.decode(with_heads(shape, 16, 8), kv, 16, 15)
+        print(f"{kv} decode done", flush=True)
+    for shape in MAIN:
+        bench.decode(shape, "int8", 16, 15)
+    for shape in PREFILL:
+        bench.prefill(shape)
+    for kv in ("bf16", "fp8", "int8"):
+        for num_tokens in (1, 64, 256, 1024, 4096, 8192, 32768):
+            bench.kv_write(num_tokens, kv)
+    bench.shared_prefix()
+    for block_size in (16, 32, 64, 128):
+        bench.variants(make_inputs(DECODE[0], block_size, torch.bfloat16, bench.pool))
+
+
+def main() -> None:
+    """Runs, summarises, writes the JSON, prints the summary."""
+    started, bench = time.time(), Bench()
+    run(bench)
+    properties = torch.cuda.get_device_properties(0)
+    result = {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": "PYTHONPATH=kernels:<peers> python3 kernels/bench/run_all.py results/kernels.json",
+        "card": f"{properties.name}, {properties.multi_processor_count} SMs, L2 {properties.L2_cache_size} bytes",
+        "versions": {
+            "python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
+            "cuda": torch.version.cuda, "fa3": "vLLM 0.25.1 build", "flashinfer": "0.6.13", "vllm_triton": "0.25.1",
+        },
+        "method": "CUDA-graph replays, 256 MB written before each to flush the L2, medians of 11 to 30",
+        "peers_missing": bench.missing,
+        "summary": summarise(bench.rows),
+        "rows": bench.rows,
+    }  # fmt: skip
+    Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for entry in result["summary"]:
+        print(json.dumps(entry))
+    print(f"missing: {bench.missing}; {time.time() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

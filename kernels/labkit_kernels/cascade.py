@@ -1,0 +1,124 @@
+"""Decode over a prefix that all sequences share: its keys are read once for the whole batch (cascade attention).
+
+One launch attends all queries of the batch, as rows of one matrix, over the shared blocks; one attends each sequence
+over its own blocks; both are merged by log-sum-exp. References: `reference.paged_attention`, `reference.merge`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from labkit_kernels.checks import (
+    KernelValueError,
+    check_cache,
+    check_device,
+    check_dtype,
+    check_last_stride,
+    check_lengths,
+    check_out,
+    check_shape,
+)
+from labkit_kernels.decode_plan import DecodeWorkspace
+from labkit_kernels.heuristics import DecodeConfig, num_slots, prefill_config
+from labkit_kernels.merge import merge_splits
+from labkit_kernels.ops import cache_kind, capability
+from labkit_kernels.paged_decode import paged_decode
+from labkit_kernels.paged_prefill import MAX_SPLITS, MIN_TILES_OF_SPLIT, launch_prefill
+from labkit_kernels.scores import Scores
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Blocks int32 `[blocks]` of a prefix of `length` tokens shared by the `num_tokens` queries of a step.
+
+    Made once for a prefix and a batch size, outside a CUDA graph: `bounds` is [0, num_tokens, length] on the device.
+    """
+
+    blocks: torch.Tensor
+    length: int
+    num_tokens: int
+    bounds: torch.Tensor
+
+    @classmethod
+    def make(cls, blocks: torch.Tensor, length: int, num_tokens: int) -> SharedPrefix:
+        """Raises KernelTypeError or KernelValueError for blocks that cannot hold the prefix."""
+        check_dtype("blocks", blocks, (torch.int32,))
+        check_shape("blocks", blocks, (None,))
+        check_last_stride("blocks", blocks)
+        bounds = torch.tensor([0, num_tokens, length], dtype=torch.int32, device=blocks.device)
+        return cls(blocks, length, num_tokens, bounds)
+
+    def check(self, q: torch.Tensor, block_size: int) -> None:
+        """Raises KernelValueError unless the prefix fits its blocks and the query."""
+        check_device("blocks", self.blocks, q.device)
+        capacity = self.blocks.shape[0] * block_size
+        if not 1 <= self.length <= capacity:
+            raise KernelValueError(
+                f"the shared prefix has {self.length} tokens; its {self.blocks.shape[0]} blocks hold 1 to {capacity}"
+            )
+        if self.num_tokens != q.shape[0]:
+            raise KernelValueError(f"the shared prefix was made for {self.num_tokens} queries; q has {q.shape[0]}")
+
+
+def cascade_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    prefix: SharedPrefix,
+    block_tables: torch.Tensor,
+    own_lens: torch.Tensor,
+    scores: Scores,
+    *,
+    workspace: DecodeWorkspace | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`out [tokens, q heads, D]` of each sequence over the shared keys of `prefix` and its own keys after them.
+
+    block_tables int32 `[sequences, blocks]` and own_lens int32 `[sequences]` hold only what comes after the prefix (the
+    query tokens counted). A workspace was planned with `own_lens`. Other arguments as in `paged_decode`; a window is
+    not supported. The result equals `paged_decode` over the whole tables up to rounding. Raises KernelValueError or
+    KernelTypeError naming the argument.
+    """
+    check_cache(q, k_cache, v_cache, block_tables)
+    check_lengths(q, block_tables, own_lens, None)
+    prefix.check(q, k_cache.shape[1])
+    if scores.window is not None:
+        raise KernelValueError("window is not supported with a shared prefix: call paged_decode on the whole tables")
+    out = torch.empty_like(q) if out is None else out
+    check_out("out", out, q.shape, q.dtype, q.device)
+    if q.shape[0] == 0:
+        return out
+    without_sinks = replace(scores, sinks=None)
+    own_out = torch.empty_like(q)
+    own_lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    paged_decode(
+        q, k_cache, v_cache, block_tables, own_lens, without_sinks, workspace=workspace, out=own_out, lse=own_lse
+    )  # fmt: skip
+    partials = _attend_shared(q, k_cache, v_cache, prefix, without_sinks)
+    merge_splits(partials, scores, out, lse, (own_out, own_lse))
+    return out
+
+
+def _attend_shared(q, k_cache, v_cache, prefix, scores):
+    """Partial results of all queries over the shared keys: one sequence whose rows all see every key."""
+    group = q.shape[1] // k_cache.shape[2]
+    config = prefill_config(capability(q.device), cache_kind(k_cache), q.shape[2], q.shape[0] * group)
+    programs = triton.cdiv(q.shape[0] * group, config.rows) * k_cache.shape[2]
+    slots = num_slots(q.device, DecodeConfig(ctas_per_sm=1))
+    splits = max(2, min(slots // programs, triton.cdiv(prefix.length, config.tile) // MIN_TILES_OF_SPLIT, MAX_SPLITS))
+    return launch_prefill(
+        q,
+        k_cache,
+        v_cache,
+        prefix.blocks[None],
+        prefix.bounds[2:],
+        prefix.bounds[:2],
+        scores,
+        config,
+        splits=splits,
+        causal=False,
+    )
