@@ -23,6 +23,7 @@ GIB = 2**30
 MAX_CAPTURE_SIZE = 512
 # FlashAttention's upper bound of splits when its launch is captured.
 ATTENTION_SPLITS = 32
+FORWARD_UNCERTAINTY = 0.1
 NVLINK_CARDS = ("A100", "H100 SXM", "H200", "H20", "B200", "B300")
 
 
@@ -129,20 +130,37 @@ def activation_with(
     between pipeline stages, the hidden states and the residual that are received or sent; plus, for a vision model,
     the embeddings of one full budget of image tokens, which the profile keeps.
     """
-    tokens, tp = config.max_num_batched_tokens or 0, config.tensor_parallel_size
-    element = ELEMENT_BYTES[dtype]
+    tokens, element = config.max_num_batched_tokens or 0, ELEMENT_BYTES[dtype]
     rows = tokens * model.hidden_size * element
-    width = max((mlp_width(model, layer) for layer in model.layers[stage.first : stage.last]), default=0)
-    gates = constants.forward_mlp if model.gated_mlp else constants.forward_mlp * 2 / 3
-    forward = tokens * element * (gates * width / tp + constants.forward_hidden * model.hidden_size)
-    sampling = 0.0
-    if stage.has_head and not model.is_embedding:
-        requests = min(config.max_num_seqs or 0, tokens)
-        sampling = constants.sampler_bytes * requests * model.vocab_size + constants.hidden_copies * rows
     between = 2 * rows if config.pipeline_parallel_size > 1 else 0
     images = rows if stage.first == 0 and has_vision(model) else 0
-    peak = round(max(forward, sampling) + constants.fixed_gib * GIB)
-    return peak + expert_workspace_bytes(model, tokens, tp, element) + between + images
+    peak = round(max(_moments(constants, model, config, stage, dtype)) + constants.fixed_gib * GIB)
+    return peak + expert_workspace_bytes(model, tokens, config.tensor_parallel_size, element) + between + images
+
+
+def _moments(
+    constants: Constants, model: ModelSpec, config: EngineConfig, stage: StageLayers, dtype: str
+) -> tuple[float, float]:
+    """Bytes alive in the widest layer of the forward pass, and while sampling."""
+    tokens, element = config.max_num_batched_tokens or 0, ELEMENT_BYTES[dtype]
+    width = max((mlp_width(model, layer) for layer in model.layers[stage.first : stage.last]), default=0)
+    gates = constants.forward_mlp if model.gated_mlp else constants.forward_mlp * 2 / 3
+    hidden = constants.forward_hidden * model.hidden_size
+    forward = tokens * element * (gates * width / config.tensor_parallel_size + hidden)
+    if not stage.has_head or model.is_embedding:
+        return forward, 0.0
+    requests = min(config.max_num_seqs or 0, tokens)
+    copies = constants.hidden_copies * tokens * model.hidden_size * element
+    return forward, constants.sampler_bytes * requests * model.vocab_size + copies
+
+
+def activation_uncertainty(
+    model: ModelSpec, config: EngineConfig, stage: StageLayers, rules: VersionRules, dtype: str
+) -> float:
+    """± as a share of the peak: a tenth in the forward pass, what the version's sampler is known to while sampling."""
+    constants = constants_for(rules.version, rules.model_runner(model))
+    forward, sampling = _moments(constants, model, config, stage, dtype)
+    return constants.activation_uncertainty if sampling > forward else FORWARD_UNCERTAINTY
 
 
 def capture_sizes(config: EngineConfig) -> list[int]:

@@ -26,6 +26,7 @@ NEWEST = "0.33.0"
 QUANTISED_NAME = re.compile(r"-(?:AWQ|GPTQ|FP8|fp8|quantized)[A-Za-z0-9.-]{0,40}$")
 # Two printed decimals of GiB stand for this much.
 PRINT_ROUNDING = round(0.005 * 2**30)
+WORTH_NAMING = 2**28
 PARTS = ("total", "weights", "activation", "non_torch", "cuda_graphs", "available_kv")
 TITLES = {
     "total": "card's total", "weights": "weights", "activation": "activation peak", "non_torch": "non-torch memory",
@@ -52,9 +53,10 @@ class PartRow:
 
     @property
     def is_off(self) -> bool:
-        """The difference is beyond the plan's uncertainty and print rounding."""
+        """The difference is beyond print rounding and the plan's uncertainty, or worth naming although inside it."""
         difference = self.difference_bytes
-        return difference is not None and abs(difference) > self.uncertainty_bytes + 2 * PRINT_ROUNDING
+        expected = min(self.uncertainty_bytes, WORTH_NAMING) + 2 * PRINT_ROUNDING
+        return difference is not None and abs(difference) > expected
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from labkit.memory.fit import cross_validate, predicted_activation, predicted_gr
 from labkit.memory.machine import answers_json, question_for
 from labkit.memory.planner import plan
 from labkit.memory.public_cases import (
+    PRINT_ROUNDING_GIB,
     Check,
     all_checks,
     case_file,
@@ -90,22 +91,30 @@ def _summary(pairs: Iterable[tuple[Run, MemoryPlan]]) -> dict[str, Any]:
         rows.append(
             {
                 "model": run.model_name, "setting": run.setting, "max_model_len": run.config.max_model_len,
-                "verdict": found.verdict, **{name: round(value, 3) for name, value in own.items()},
+                "verdict": found.verdict, "inside_uncertainty": _is_inside(run, found),
+                **{name: round(value, 3) for name, value in own.items()},
             }
         )  # fmt: skip
         for name, value in own.items():
             errors.setdefault(name, []).append(value)
-    return {"num_runs": len(rows), **_statistics(errors), "runs": rows}
+    covered = sum(row["inside_uncertainty"] for row in rows)
+    return {"num_runs": len(rows), "pools_inside_uncertainty": covered, **_statistics(errors), "runs": rows}
+
+
+def _is_inside(run: Run, found: MemoryPlan) -> bool:
+    """The real pool lies within the plan's uncertainty and print rounding."""
+    rank = found.details["ranks"][0]
+    error = abs(rank["available_kv_bytes"] / GIB - run.pool_gib)
+    return error <= rank["uncertainty_bytes"]["kv_cache"] / GIB + PRINT_ROUNDING_GIB
 
 
 def _statistics(errors: Errors) -> dict[str, Any]:
-    return {
-        name: {
-            "mean_absolute": round(statistics.fmean(abs(value) for value in values), 3),
-            "largest": round(max(values, key=abs), 3),
-        }
-        for name, values in errors.items()
-    }
+    found = {}
+    for name, values in errors.items():
+        largest: float = max(values, key=lambda value: abs(value))
+        mean = statistics.fmean(abs(value) for value in values)
+        found[name] = {"mean_absolute": round(mean, 3), "largest": round(largest, 3)}
+    return found
 
 
 def _validated(runs: Sequence[Run], group: Callable[[Run], str]) -> dict[str, Any]:
@@ -219,6 +228,9 @@ def _asked(result: dict[str, Any]) -> dict[str, Any]:
         "H200 tokens %": entry("mean absolute ≤ 2", h200["tokens_percent"]["mean_absolute"], 2),
         "H200 activation GiB": entry("largest ≤ 0.3", h200["activation_gib"]["largest"], 0.3),
         "H200 graphs GiB": entry("largest ≤ 0.3", h200["graphs_gib"]["largest"], 0.3),
+        "runs outside the uncertainty": entry(
+            "few", sum(part["num_runs"] - part["pools_inside_uncertainty"] for part in (h100, h200)), 2
+        ),
         "plan ms": entry("under 5", speed["plan_ms"], 5),
         "all questions ms": entry("under 50", speed["all_questions_ms"], 50),
         "import ms": entry("under 300", speed["import_ms"], 300),

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from labkit.memory.budget import (
     activation_bytes,
+    activation_uncertainty,
     constants_for,
     graph_estimate_share,
     graphs_bytes,
+    has_fast_links,
+    has_vision,
     non_torch_bytes,
 )
 from labkit.memory.dtypes import compute_dtype, kv_format
@@ -30,6 +33,11 @@ from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_spec import ModelSpec
 
 GIB = 2**30
+# What the 56 start-ups in `runs/` leave unexplained: libraries' workspaces (granite), a first compilation (llama), a
+# vision tower's transients while loading (gemma-3); and what V0 counted of the CUDA context on large cards (case N02).
+LIBRARY_UNCERTAINTY, COMPILE_UNCERTAINTY, VISION_UNCERTAINTY, CONTEXT_UNCERTAINTY = (
+    round(gib * GIB) for gib in (0.25, 0.15, 0.4, 1.5)
+)
 # Total less free when vLLM 0.19 (H100) and 0.25 (H200) started: CUDA context, and NCCL with more than one card.
 CONTEXT_GIB = {"alone": 0.51, "tensor": 1.54, "pipeline": 1.43}
 
@@ -199,9 +207,7 @@ def _plan_rank(
         layout=layout,
         num_blocks=max(0, available // layout.block_bytes) if layout.block_bytes else 0,
     )
-    stated = (overrides.available_kv_bytes, config.kv_cache_memory_bytes, config.num_gpu_blocks_override)
-    known = any(value is not None for value in stated)
-    return replace(rank, uncertainty_bytes=_uncertainty(rank, rules, runner, overrides, calibration, known))
+    return replace(rank, uncertainty_bytes=_uncertainty(rank, model, gpu, config, rules, overrides, calibration))
 
 
 def _first(*values: int | None) -> int:
@@ -232,22 +238,31 @@ def _outside(
 
 
 def _uncertainty(
-    rank: RankPlan, rules: VersionRules, runner: int, overrides: Overrides, calibration: Calibration, known: bool
+    rank: RankPlan,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    config: EngineConfig,
+    rules: VersionRules,
+    overrides: Overrides,
+    calibration: Calibration,
 ) -> dict[str, int]:
     """± bytes of each part; halved where a log of the same host calibrates it, 0 where the caller states it."""
-    constants = constants_for(rules.version, runner)
     share = 0.5 if calibration.source else 1.0
-    weights = 0 if overrides.weights_bytes is not None else round(0.01 * rank.weights_bytes * share)
-    activation = constants.activation_uncertainty * rank.activation_bytes * share
-    graphs = constants.graph_uncertainty_gib * GIB * share if rank.cuda_graphs_bytes else 0
-    parts = {
-        "weights": weights,
-        "activation": 0 if overrides.activation_bytes is not None else round(activation),
-        "cuda_graphs": 0 if overrides.cuda_graphs_bytes is not None else round(graphs),
-        "workspace": 0 if overrides.non_torch_bytes is not None else round(0.15 * rank.non_torch_bytes * share),
-    }
-    inside = [parts[name] for name in ("weights", "activation", "workspace")]
-    if rank.graphs_inside:
-        inside.append(parts["cuda_graphs"])
-    parts["kv_cache"] = 0 if known else round(math.hypot(*inside))
+    constants = constants_for(rules.version, rules.model_runner(model))
+    dtype = compute_dtype(model, config)
+    weights = 0.01 * rank.weights_bytes + (VISION_UNCERTAINTY if has_vision(model) else 0)
+    activation = rank.activation_bytes * activation_uncertainty(model, config, rank.stage, rules, dtype)
+    activation += 0 if config.enforce_eager else COMPILE_UNCERTAINTY
+    unsure_context = rules.charges_others and has_fast_links(gpu)
+    workspace = CONTEXT_UNCERTAINTY if unsure_context else max(LIBRARY_UNCERTAINTY, 0.15 * rank.non_torch_bytes)
+    graphs = constants.graph_uncertainty_gib * GIB if rank.cuda_graphs_bytes else 0
+    spread = {"weights": weights, "activation": activation, "cuda_graphs": graphs, "workspace": workspace}
+    stated = {
+        "weights": overrides.weights_bytes, "activation": overrides.activation_bytes,
+        "cuda_graphs": overrides.cuda_graphs_bytes, "workspace": overrides.non_torch_bytes,
+    }  # fmt: skip
+    parts = {name: 0 if stated[name] is not None else round(size * share) for name, size in spread.items()}
+    inside = [parts[name] for name in parts if name != "cuda_graphs" or rank.graphs_inside]
+    known = (overrides.available_kv_bytes, config.kv_cache_memory_bytes, config.num_gpu_blocks_override)
+    parts["kv_cache"] = 0 if any(value is not None for value in known) else round(math.hypot(*inside))
     return parts
