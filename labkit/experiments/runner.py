@@ -95,7 +95,7 @@ class LocalRunner:
 
         arguments = {"workload": to_plain(job.workload), "options": to_plain(job.options)}
         on_event({"type": "status", "phase": "run", "message": "running"})
-        return _answer(self.worker.call("run", arguments, split, cancel))
+        return _answer(self.worker.call("run", arguments, split, cancel, self._generation))
 
     def close(self) -> None:
         """End the process."""
@@ -119,7 +119,7 @@ class LocalRunner:
         # Also for the plan that is there already: an engine that has served keeps its prefix cache.
         on_event({"type": "status", "phase": "configure", "message": "allocating the KV cache"})
         arguments = {"plan": to_plain(job.plan), "seed": job.options.seed}
-        self.worker.call("configure", arguments, on_event, cancel)
+        self.worker.call("configure", arguments, on_event, cancel, self._generation)
 
 
 def _answer(answer: dict[str, Any]) -> RunAnswer:

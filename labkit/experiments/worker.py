@@ -96,8 +96,12 @@ class Worker:
         arguments: dict[str, Any],
         on_event: OnEvent,
         cancel: threading.Event | None = None,
+        generation: int | None = None,
     ) -> dict[str, Any]:
         """Have the worker execute `command` and return its answer; its events go to `on_event` in this thread.
+
+        Args:
+            generation: of the process that holds what the command needs; a new one would know nothing of it.
 
         Raises:
             CancelledError: `cancel` was set; at most a second ago.
@@ -107,7 +111,10 @@ class Worker:
         if not self._busy.acquire(blocking=False):
             raise WorkerError("the worker is busy with another run", works="waiting for it, or Cancel")
         try:
-            self.start(on_event)
+            if generation is not None and self._process is not None and self._process.poll() is not None:
+                raise self._died(_DOING[command])
+            if self.start(on_event) != (generation or self.generation):
+                raise WorkerError(f"the worker was restarted {_DOING[command]}", works="running again")
             if self._log is not None and os.fstat(self._log.fileno()).st_size > MAX_LOG_BYTES:
                 os.ftruncate(self._log.fileno(), 0)
             return self._converse(command, arguments, on_event, cancel)

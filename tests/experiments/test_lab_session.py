@@ -127,6 +127,18 @@ def test_failed_run_is_kept_as_failed_and_the_session_goes_on(session, fault, er
     assert session.run().status == "finished"
 
 
+@pytest.mark.parametrize("phase", ["configure", "run"])
+def test_death_between_two_commands_is_a_death_and_not_a_worker_without_weights(session, phase):
+    def kill(event):
+        if event["type"] == "status" and event["phase"] == phase:
+            session._runner.worker._process.kill()
+            session._runner.worker._process.wait()
+
+    with pytest.raises(WorkerError, match=r"died (while|during) .*SIGKILL"):
+        session.run(on_event=kill)
+    assert session.run().status == "finished"
+
+
 def test_rows_before_a_death_are_kept(session):
     with pytest.raises(WorkerError):
         session.run(workload=named("fault:kill@step", output_tokens=50))

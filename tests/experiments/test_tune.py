@@ -66,6 +66,7 @@ class DiesOnce(LocalRunner):
         def kill(event):
             if event["type"] == "status" and event["phase"] == "run" and job.plan.config.kv_cache_dtype == "fp8":
                 self.worker._process.kill()
+                self.worker._process.wait()
             on_event(event)
 
         return super().run(job, kill, on_rows, cancel)
