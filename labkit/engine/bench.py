@@ -193,7 +193,12 @@ def run_bench(
         "made": made or datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"labkit bench engine --rounds {rounds}",
         "card": "cpu",
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "threads": 1},
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "threads": 1,
+            "load_average_at_end": [round(load, 1) for load in os.getloadavg()],
+        },
         "versions": {name: _version(name) for name in ("torch", "transformers", "numpy", "labkit")},
         "model": decoder.spec.name,
         "dtype": str(decoder.dtype).removeprefix("torch."),
