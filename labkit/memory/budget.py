@@ -163,12 +163,12 @@ def activation_uncertainty(
     return constants.activation_uncertainty if sampling > forward else FORWARD_UNCERTAINTY
 
 
-def capture_sizes(config: EngineConfig) -> list[int]:
-    """Batch sizes for which graphs are captured: 1, 2, 4, every 8 below 256, every 16 above."""
+def capture_sizes(config: EngineConfig, largest: int = MAX_CAPTURE_SIZE) -> list[int]:
+    """Batch sizes for which graphs are captured: 1, 2, 4, every 8 below 256, every 16 above, up to `largest`."""
     if config.enforce_eager:
         return []
-    limit = min((config.max_num_seqs or 0) * 2, MAX_CAPTURE_SIZE)
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, MAX_CAPTURE_SIZE + 1, 16)]
+    limit = min((config.max_num_seqs or 0) * 2, largest)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
     return [size for size in sizes if size <= limit]
 
 
@@ -179,12 +179,14 @@ def attention_width(layer: LayerSpec) -> int:
     return layer.num_heads * (layer.v_head_dim or layer.head_dim)
 
 
-def graph_features(model: ModelSpec, config: EngineConfig, stage: StageLayers) -> tuple[float, float, float]:
+def graph_features(
+    model: ModelSpec, config: EngineConfig, stage: StageLayers, limit: int = MAX_CAPTURE_SIZE
+) -> tuple[float, float, float]:
     """What the three graph constants multiply, in MiB, GiB and GiB: launches, split results, rows between graphs.
 
     Pieces between attention calls are captured for every size, whole decode steps for sizes up to max_num_seqs.
     """
-    sizes = capture_sizes(config)
+    sizes = capture_sizes(config, limit)
     if not sizes:
         return 0.0, 0.0, 0.0
     layers = model.layers[stage.first : stage.last]
@@ -196,14 +198,18 @@ def graph_features(model: ModelSpec, config: EngineConfig, stage: StageLayers) -
     return launches, splits, len(layers) * largest * model.hidden_size * 2 / GIB
 
 
-def graphs_bytes(model: ModelSpec, config: EngineConfig, stage: StageLayers, rules: VersionRules) -> int:
+def graphs_bytes(model: ModelSpec, gpu: GpuSpec, config: EngineConfig, stage: StageLayers, rules: VersionRules) -> int:
     """Memory that capturing CUDA graphs takes on one rank."""
-    return graphs_with(constants_for(rules.version, rules.model_runner(model)), model, config, stage)
+    is_blackwell = (gpu.compute_capability or "").startswith("10.")
+    limit = rules.graph_limit_blackwell if is_blackwell else MAX_CAPTURE_SIZE
+    return graphs_with(constants_for(rules.version, rules.model_runner(model)), model, config, stage, limit)
 
 
-def graphs_with(constants: Constants, model: ModelSpec, config: EngineConfig, stage: StageLayers) -> int:
+def graphs_with(
+    constants: Constants, model: ModelSpec, config: EngineConfig, stage: StageLayers, limit: int = MAX_CAPTURE_SIZE
+) -> int:
     """Graph memory under given constants, in bytes."""
-    launches, splits, rows = graph_features(model, config, stage)
+    launches, splits, rows = graph_features(model, config, stage, limit)
     gib = constants.graph_launch_mib * launches / 1024 + constants.graph_split * splits + constants.graph_rows * rows
     return round(gib * GIB)
 

@@ -76,6 +76,13 @@ def compute_dtype(model: ModelSpec, config: EngineConfig) -> str:
     return "float16" if model.dtype == "float32" else model.dtype
 
 
+def stored_kv_dtype(model: ModelSpec, config: EngineConfig) -> str:
+    """The KV format that vLLM really takes: models with a sparse-attention indexer have one fp8 format of their own."""
+    is_sparse = any(layer.index_head_dim for layer in model.layers)
+    is_default = config.kv_cache_dtype == "auto" or config.kv_cache_dtype.startswith("fp8")
+    return "fp8_ds_mla" if is_sparse and is_default else config.kv_cache_dtype
+
+
 def kv_format(kv_cache_dtype: str, dtype: str) -> KvFormat:
     """The format behind a `--kv-cache-dtype` name; "auto" is the compute type `dtype`.
 

@@ -6,11 +6,13 @@ from typing import Any
 
 from labkit.format import count, memory, number
 from labkit.memory.capacity import Capacity
+from labkit.memory.dtypes import compute_dtype, stored_kv_dtype
 from labkit.memory.kv_layout import KvLayout
 from labkit.memory.records import MemoryBreakdown
 from labkit.memory.rules import VersionRules
 from labkit.memory.stages import Calibration, RankPlan
 from labkit.specs.engine_config import EngineConfig
+from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_spec import ModelSpec
 
 
@@ -142,7 +144,12 @@ def binding_limit(config: EngineConfig, ranks: list[RankPlan], binding: int, cap
 
 
 def notes_vllm(
-    model: ModelSpec, config: EngineConfig, rules: VersionRules, rank: RankPlan, calibration: Calibration
+    model: ModelSpec,
+    gpu: GpuSpec,
+    config: EngineConfig,
+    rules: VersionRules,
+    rank: RankPlan,
+    calibration: Calibration,
 ) -> tuple[str, ...]:
     """What was assumed, one sentence each."""
     notes = list(model.notes)
@@ -156,4 +163,23 @@ def notes_vllm(
         notes.append(f"block_size {config.block_size} is only a wish here: pages are unified to {sizes} tokens")
     if rank.layout.padding_layers:
         notes.append(f"{rank.layout.padding_layers} padding layers take pages and hold nothing")
-    return tuple(notes)
+    if (config.max_model_len or 0) > model.max_position_embeddings:
+        notes.append(
+            f"max_model_len is over the model's {count(model.max_position_embeddings)} positions: vLLM refuses it "
+            "unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+        )
+    return (*notes, *_card_notes(model, gpu, config))
+
+
+def _card_notes(model: ModelSpec, gpu: GpuSpec, config: EngineConfig) -> list[str]:
+    """What the card's generation does not do."""
+    if gpu.compute_capability is None:
+        return []
+    generation = float(gpu.compute_capability)
+    notes = []
+    if generation < 8 and compute_dtype(model, config) == "bfloat16":
+        notes.append(f"{gpu.name} has no bfloat16: add --dtype half, the bytes are the same")
+    stored = stored_kv_dtype(model, config)
+    if generation < 8.9 and stored.startswith("fp8"):
+        notes.append(f"{gpu.name} has no fp8 units: whether {stored} KV works depends on the attention backend")
+    return notes

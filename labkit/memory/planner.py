@@ -103,7 +103,7 @@ def _plan_vllm(
         max_model_len_that_fits=capacity.largest_length, verdict=verdict, margin_bytes=capacity.margin_bytes,
         binding_limit=binding_limit(resolved, ranks, binding, capacity),
         formulas=formulas_vllm(model, resolved, rules, rank, capacity),
-        notes=notes_vllm(model, resolved, rules, rank, calibration),
+        notes=notes_vllm(model, gpu, resolved, rules, rank, calibration),
         details={
             "ranks": tuple(rank_details(entry) for entry in ranks), "binding_rank": binding,
             "needed_bytes": capacity.needed_bytes, "available_bytes": capacity.available_bytes,

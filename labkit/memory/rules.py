@@ -32,12 +32,12 @@ class VersionRules:
         check_less_null_block: the fit check runs on the pool less that block.
         graphs_in_budget: whether the estimate of graph memory is subtracted: "none", "runner1" (only with the first
             model runner) or "all".
+        graph_limit_blackwell: largest captured batch on compute capability 10; 512 elsewhere.
         batches_in_flight: batches whose tokens windowed layers must hold.
         swap_space_gib: default of --swap-space.
         runner2_models: which models the second model runner takes, which needs less memory to sample: "none",
             "listed" (`runner2_architectures`), "dense" (those, and what has neither experts nor state) or "all".
         state_prefix_caching: recurrent layers take part in prefix caching by default.
-        profiles_full_length: without chunked prefill a prompt of max_model_len is profiled.
         charges_others: what other processes and the CUDA context use counts against the budget, as non-torch memory.
         note: said when the version is not known and the nearest is used.
     """
@@ -52,12 +52,12 @@ class VersionRules:
     null_block: bool
     check_less_null_block: bool
     graphs_in_budget: str
+    graph_limit_blackwell: int
     batches_in_flight: int
     swap_space_gib: float
     runner2_models: str
     runner2_architectures: tuple[str, ...]
     state_prefix_caching: bool
-    profiles_full_length: bool
     charges_others: bool
     note: str | None = None
 

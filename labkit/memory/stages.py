@@ -15,7 +15,7 @@ from labkit.memory.budget import (
     has_vision,
     non_torch_bytes,
 )
-from labkit.memory.dtypes import compute_dtype, kv_format
+from labkit.memory.dtypes import compute_dtype, kv_format, stored_kv_dtype
 from labkit.memory.kv_layout import KvLayout, build_layout
 from labkit.memory.rules import VersionRules
 from labkit.memory.tensors import Sharing
@@ -119,7 +119,7 @@ def rank_layout(
     caching = config.enable_prefix_caching and rules.state_prefix_caching
     return build_layout(
         model.layers[stage.first : stage.last],
-        kv_format(config.kv_cache_dtype, dtype),
+        kv_format(stored_kv_dtype(model, config), dtype),
         dtype=dtype,
         block_size=config.block_size,
         tensor_parallel_size=config.tensor_parallel_size,
@@ -181,7 +181,7 @@ def _plan_rank(
     )
     graphs = _first(
         overrides.cuda_graphs_bytes,
-        round(graphs_bytes(model, config, stage, rules) * calibration.graphs_factor),
+        round(graphs_bytes(model, gpu, config, stage, rules) * calibration.graphs_factor),
     )
     inside = rules.graphs_in_budget == "all" or (rules.graphs_in_budget == "runner1" and runner == 1)
     budget = math.ceil(total * config.gpu_memory_utilization)

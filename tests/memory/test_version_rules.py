@@ -6,10 +6,12 @@ import pytest
 
 from labkit.errors import OutOfRangeError
 from labkit.memory import Overrides, plan, vllm_rules
+from labkit.memory.budget import capture_sizes
 from labkit.memory.rules import parse_version
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_catalogue import catalogue_model
+from labkit.specs.model_spec import LayerSpec, ModelSpec
 
 GIB = 2**30
 H100 = GpuSpec("H100 SXM", round(79.19 * GIB))
@@ -100,3 +102,51 @@ def test_more_requests_than_state_blocks_may_not_start():
         card = GpuSpec("H100 SXM", 400 * GIB)
         got = plan(case_model(case), card, config, engine="vllm", engine_version="0.21.0", overrides=pool)
         assert got.verdict == verdict
+
+
+def test_graphs_are_captured_up_to_larger_batches_on_blackwell():
+    sizes = capture_sizes(EngineConfig(max_num_seqs=1024))
+    # Log of a 0.21 server with 128 requests: "PIECEWISE=35 (largest=256)"; H200 default: 51 sizes.
+    assert (len(sizes), sizes[-1]) == (51, 512)
+    assert len(capture_sizes(EngineConfig(max_num_seqs=128))) == 35
+    assert capture_sizes(EngineConfig(enforce_eager=True)) == []
+    model = catalogue_model("Qwen/Qwen3-8B")
+    cards = [GpuSpec(name, 180 * GIB, compute_capability=version) for name, version in (("H", "9.0"), ("B200", "10.0"))]
+    graphs = [
+        plan(model, card, EngineConfig(max_num_seqs=1024), engine="vllm", engine_version="0.33.0").breakdown
+        for card in cards
+    ]
+    assert graphs[1].cuda_graphs_bytes > 1.3 * graphs[0].cuda_graphs_bytes
+
+
+def test_heads_that_cannot_be_divided_are_refused_with_what_works():
+    model = catalogue_model("Qwen/Qwen2.5-7B-Instruct")  # 28 heads
+    with pytest.raises(OutOfRangeError) as refused:
+        plan(model, H100, EngineConfig(tensor_parallel_size=8), engine="vllm")
+    assert (refused.value.works, refused.value.knob) == ("7", "tensor_parallel_size")
+
+
+def test_what_the_cards_generation_lacks_is_noted():
+    model = catalogue_model("Qwen/Qwen3-8B")
+    volta, ampere, ada = (GpuSpec("card", 40 * GIB, compute_capability=version) for version in ("7.0", "8.0", "8.9"))
+    fp8 = EngineConfig(kv_cache_dtype="fp8", max_model_len=8192)
+
+    def notes(card, config):
+        return " ".join(plan(model, card, config, engine="vllm").notes)
+
+    assert "bfloat16" in notes(volta, fp8)
+    assert "bfloat16" not in notes(volta, fp8.replace(dtype="float16"))
+    assert "fp8" in notes(ampere, fp8)  # case D21
+    assert "fp8" not in notes(ada, fp8)
+    assert "VLLM_ALLOW_LONG" in notes(ada, EngineConfig(max_model_len=50000))
+
+
+def test_sparse_attention_has_an_fp8_format_of_its_own():
+    layer = LayerSpec(
+        "mla", 128, 1, 192, v_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128,
+        index_head_dim=128, index_num_heads=64,
+    )  # fmt: skip
+    model = ModelSpec("v3.2", "DeepseekV32ForCausalLM", "deepseek_v32", (layer,) * 61, 7168, 18432, 129280, 163840)
+    got = plan(model, H100, EngineConfig(block_size=64), engine="vllm")
+    # 656 bytes of latent and 132 of the indexer's key (128 fp8 and a scale) for each token and layer.
+    assert got.block_bytes == 61 * 64 * (656 + 132)
