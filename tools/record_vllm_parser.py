@@ -116,6 +116,8 @@ def from_field(sources: Sources, class_name: str, field_name: str) -> dict[str, 
     if declared is None:
         return {"kind": "str", "default": COMPUTED}
     names = type_names(declared.annotation)
+    if {"bool", "str"} <= names:  # a bare flag means True, a value is text
+        return {"kind": "str", "default": sources.default(declared.value), "nargs": "?"}
     for name in list(names):
         names |= type_names(sources.aliases.get(name)) if name in sources.aliases else set()
     choices = sources.choices(declared.annotation)
@@ -240,13 +242,15 @@ def main() -> None:
     folders = [path for path in parser.parse_args().folder.iterdir() if (path / "vllm/engine/arg_utils.py").exists()]
     folders.sort(key=lambda path: [int(part) for part in path.name.split(".")[:3]])
     by_version = {path.name: flags_of(path) for path in folders}
+    inverse = [path.name for path in folders if "EnableDisableAction" in Sources(path).classes]
     record = {
         "source": "vLLM wheels on PyPI (Apache-2.0), read by tools/record_vllm_parser.py; facts only",
         "versions": list(by_version),
+        "inverse_forms_since": inverse[0] if inverse else None,
         "flags": merged(by_version),
     }
     lines = [f"  {json.dumps(name)}: {json.dumps(entries)}" for name, entries in record["flags"].items()]
-    head = json.dumps({key: record[key] for key in ("source", "versions")})[:-1]
+    head = json.dumps({key: record[key] for key in ("source", "versions", "inverse_forms_since")})[:-1]
     OUTPUT.write_text(f'{head}, "flags": {{\n' + ",\n".join(lines) + "\n}}\n")
 
 

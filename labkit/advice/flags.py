@@ -181,18 +181,30 @@ def check_command(command: str | Sequence[str], version: str) -> tuple[str, ...]
         position += 1
         if not name.startswith("--") or name in _SERVER_FLAGS:
             continue
-        negated = by_name.get(f"--{name[5:]}") if name.startswith("--no-") else None
-        flag = by_name.get(name) or (negated if negated is not None and negated.kind == "bool" else None)
+        negated = _negated(name, by_name, version)
+        flag = by_name.get(name) or negated
         if flag is None:
             problems.append(_unknown(name, version, by_name))
             continue
-        takes_value = flag.kind not in ("bool", "flag") and negated is None
+        takes_value = flag.kind not in ("bool", "flag") and flag.nargs != "?"
         if takes_value and not equals:
             value = words[position] if position < len(words) and not words[position].startswith("--") else ""
             position += bool(value)
         if takes_value:
             problems.extend(_check_value(flag, value))
     return tuple(problems)
+
+
+def _negated(name: str, by_name: Mapping[str, Flag], version: str) -> Flag | None:
+    """The switch that `name` turns off: --no-x, and since 0.33 --disable-x for --enable-x and the other way round."""
+    candidates = [name.replace("--no-", "--", 1)] if name.startswith("--no-") else []
+    since = _table()["inverse_forms_since"]
+    if since and version_tuple(recorded_version(version)[0]) >= version_tuple(since):
+        for prefix, inverse in (("--enable-", "--disable-"), ("--disable-", "--enable-")):
+            if name.startswith(prefix):
+                candidates.append(inverse + name.removeprefix(prefix))
+    found = (by_name.get(candidate) for candidate in candidates)
+    return next((flag for flag in found if flag is not None and flag.kind == "bool"), None)
 
 
 def _unknown(name: str, version: str, by_name: Mapping[str, Flag]) -> str:

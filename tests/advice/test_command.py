@@ -83,6 +83,12 @@ def test_a_shell_runs_a_hostile_name_as_text(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_compose_does_not_expand_a_dollar():
+    """Compose replaces $NAME; a doubled one stays a dollar."""
+    compose = export_command("org/$HOME", EngineConfig()).compose
+    assert '      - "org/$$HOME"' in compose.splitlines()
+
+
 def test_only_what_differs_from_the_versions_own_default_is_given():
     assert vllm_command("m", EngineConfig(), "0.33.0") == "vllm serve m"
     assert vllm_command("m", EngineConfig(gpu_memory_utilization=0.9), "0.17.1") == "vllm serve m"

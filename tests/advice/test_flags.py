@@ -86,10 +86,15 @@ def test_the_recorded_parser_refuses(command, problem):
         "vllm serve 'a b' --max-model-len=4096 --no-enable-prefix-caching --port 8000",
         "vllm serve m -tp 2 --device-memory-utilization 0.5",
         "# a comment\nvllm serve m \\\n  --enforce-eager",
+        "vllm serve m --disable-prefix-caching --enable-sliding-window --hf-token",
     ],
 )
 def test_the_recorded_parser_takes(command):
     assert check_command(command, "0.33.0") == ()
+
+
+def test_inverse_forms_are_new_in_0_33():
+    assert check_command("vllm serve m --disable-prefix-caching", "0.32.0") != ()
 
 
 @pytest.mark.parametrize(

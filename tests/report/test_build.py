@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -233,6 +234,14 @@ def test_script_json_cannot_leave_its_element():
     assert json.loads(made) == value
     assert not set("<>&\u2028") & set(made)
     assert made.isascii()
+
+
+def test_control_characters_are_taken_out_wherever_a_value_enters_the_page():
+    """The last guard: a command made elsewhere, with an escape sequence and a line break of its own."""
+    runs = records()
+    chosen = dataclasses.replace(recommend([], runs, what_if=sample_plan), confidence="low\x1b[31m\u202e")
+    text = build_report(runs, [], chosen, created=CREATED)
+    assert "Confidence: low[31m." in text
 
 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path):
