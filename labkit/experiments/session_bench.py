@@ -12,6 +12,7 @@ from typing import Any
 from labkit.errors import OutOfRangeError, WorkerError
 from labkit.experiments.lab_session import LabSession
 from labkit.experiments.run import RunOptions
+from labkit.experiments.runner import Runner
 from labkit.measure.versions import versions
 from labkit.specs import synthetic_workload
 from labkit.specs.engine_config import EngineConfig
@@ -25,7 +26,9 @@ SETTINGS = (
 )
 
 
-def bench_session(model: str = "SmolLM2-135M-Instruct", *, repeats: int = 2) -> dict[str, Any]:
+def bench_session(
+    model: str = "SmolLM2-135M-Instruct", *, repeats: int = 2, runner: Runner | None = None
+) -> dict[str, Any]:
     """Seconds from asking to running for the first run, for other settings on loaded weights, and after a kill; and
     from Cancel to the end of the run.
 
@@ -37,7 +40,7 @@ def bench_session(model: str = "SmolLM2-135M-Instruct", *, repeats: int = 2) -> 
         raise OutOfRangeError(f"repeats cannot be {repeats}", works="1 or more", knob="repeats")
     with tempfile.TemporaryDirectory(prefix="labkit-bench-") as folder:
         short = synthetic_workload(1, 4, 1)
-        with LabSession(model, "cpu", short, store=Path(folder) / "runs.sqlite3") as session:
+        with LabSession(model, "cpu", short, store=Path(folder) / "runs.sqlite3", runner=runner) as session:
             first_s = _until_running(session, EngineConfig())
             settings = [EngineConfig(**changes) for changes in SETTINGS] * repeats
             reconfigured_s = [_until_running(session, config) for config in settings]

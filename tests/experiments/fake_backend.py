@@ -72,7 +72,8 @@ class FakeBackend:
                     "remaining_s": 1.0,
                 }
             )
-            emit({"type": "step", "num_running": len(running), "time_s": now, "num_blocks_used": len(running)})
+            step_event = {"type": "step", "num_running": len(running), "time_s": now, "num_blocks_used": len(running)}
+            emit({**step_event, "num_output_tokens": sum(map(len, times))})
         return {
             "status": status,
             "requests": [
