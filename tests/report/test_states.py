@@ -86,6 +86,12 @@ def test_runs_that_did_not_finish_are_not_compared_with_those_that_did():
     assert "cut short" not in throughput
 
 
+def test_what_the_user_cancelled_is_not_called_out_of_memory():
+    text = report([sample_record(status="cancelled", error="out of memory was near")])
+    assert "Cancelled by the user" in text
+    assert "Out of memory (" not in text
+
+
 def test_runs_of_another_schema_are_named_with_the_next_step():
     notice = Notice("2 runs in the store were written by a newer labkit (schema 9).", "Upgrade labkit to read them.")
     text = report([sample_record()], notices=[notice])
