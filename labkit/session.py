@@ -21,13 +21,13 @@ class Session(LabSession):
     """A model, a card and a traffic, to plan, run and compare.
 
     ```
-    session = labkit.Session(model="SmolLM2-135M", gpu="auto", workload="azure-conv")
-    session.plan(block_size=32)
-    session.run(block_size=32)
+    traffic = labkit.load_workload("azure-2023-conv", limit=16, max_input_tokens=256, max_output_tokens=32)
+    session = labkit.Session(model="SmolLM2-135M-Instruct", gpu="auto", workload=traffic)
     session.panel()
     ```
 
-    Arguments, `plan`, `run`, `cancel` and `close` as in `LabSession`.
+    Without the panel: `session.plan(block_size=32)`, `session.run(block_size=32)`, `session.sweep({"block_size": [8,
+    16, 32]})`, `session.report()`. Arguments, `plan`, `run`, `cancel` and `close` as in `LabSession`.
     """
 
     def sweep(

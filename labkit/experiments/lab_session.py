@@ -197,7 +197,7 @@ class LabSession:
     ) -> RunJob:
         workload = workload or self.workload
         if workload is None:
-            raise LabkitError("there is no traffic to run", works="a workload, such as workload='azure-conv'")
+            raise LabkitError("there is no traffic to run", works="a workload, such as workload='azure-2023-conv'")
         plan = self.run_plan(config)
         if not self.gpu.is_cpu:
             text = f"the run is on this machine's CPU; nothing of it is measured on {plain(self.gpu.name, 60)}"
