@@ -49,7 +49,8 @@ def test_labkits_names_load_on_first_use_and_without_heavy_libraries():
     code = (
         "import sys, labkit\nassert set(labkit.__all__) <= set(dir(labkit))\n"
         "[getattr(labkit, name) for name in labkit.__all__]\n"
-        "print([name for name in ('torch', 'triton', 'pandas', 'plotly', 'optuna', 'transformers') if name in sys.modules])"
+        "heavy = ('torch', 'triton', 'pandas', 'plotly', 'optuna', 'transformers')\n"
+        "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stderr
