@@ -32,6 +32,8 @@ class VersionRules:
         check_less_null_block: the fit check runs on the pool less that block.
         graphs_in_budget: whether the estimate of graph memory is subtracted: "none", "runner1" (only with the first
             model runner) or "all".
+        state_graph_transient_kib: what the first model runner's estimate takes at least for models with recurrent
+            state, for each batched token: its first whole capture profiles that many tokens of context.
         graph_limit_blackwell: largest captured batch on compute capability 10; 512 elsewhere.
         batches_in_flight: batches whose tokens windowed layers must hold.
         swap_space_gib: default of --swap-space.
@@ -52,6 +54,7 @@ class VersionRules:
     null_block: bool
     check_less_null_block: bool
     graphs_in_budget: str
+    state_graph_transient_kib: int
     graph_limit_blackwell: int
     batches_in_flight: int
     swap_space_gib: float

@@ -38,6 +38,8 @@ GIB = 2**30
 LIBRARY_UNCERTAINTY, COMPILE_UNCERTAINTY, VISION_UNCERTAINTY, CONTEXT_UNCERTAINTY = (
     round(gib * GIB) for gib in (0.25, 0.15, 0.4, 1.5)
 )
+# No start-up of a model with recurrent state is among the fitted ones.
+STATE_UNCERTAINTY = 0.5
 # Total less free when vLLM 0.19 (H100) and 0.25 (H200) started: CUDA context, and NCCL with more than one card.
 CONTEXT_GIB = {"alone": 0.51, "tensor": 1.54, "pipeline": 1.43}
 
@@ -185,7 +187,7 @@ def _plan_rank(
     )
     inside = rules.graphs_in_budget == "all" or (rules.graphs_in_budget == "runner1" and runner == 1)
     budget = math.ceil(total * config.gpu_memory_utilization)
-    reserved = round(graphs * graph_estimate_share(model, rules)) if inside else 0
+    reserved = _graphs_reserved(model, config, rules, graphs) if inside else 0
     outside = _outside(gpu, config, total, overrides, calibration, rules)
     available = budget - weights - activation - non_torch - reserved - (outside if rules.charges_others else 0)
     if config.kv_cache_memory_bytes is not None:
@@ -208,6 +210,15 @@ def _plan_rank(
         num_blocks=max(0, available // layout.block_bytes) if layout.block_bytes else 0,
     )
     return replace(rank, uncertainty_bytes=_uncertainty(rank, model, gpu, config, rules, overrides, calibration))
+
+
+def _graphs_reserved(model: ModelSpec, config: EngineConfig, rules: VersionRules, graphs: int) -> int:
+    """What the estimate of graph memory takes from the budget."""
+    estimate = round(graphs * graph_estimate_share(model, rules))
+    has_state = any(layer.state is not None for layer in model.layers)
+    if not graphs or not has_state or rules.model_runner(model) == 2:
+        return estimate
+    return max(estimate, rules.state_graph_transient_kib * 1024 * (config.max_num_batched_tokens or 0))
 
 
 def _first(*values: int | None) -> int:
@@ -253,6 +264,8 @@ def _uncertainty(
     weights = 0.01 * rank.weights_bytes + (VISION_UNCERTAINTY if has_vision(model) else 0)
     activation = rank.activation_bytes * activation_uncertainty(model, config, rank.stage, rules, dtype)
     activation += 0 if config.enforce_eager else COMPILE_UNCERTAINTY
+    if any(layer.state is not None for layer in model.layers):
+        activation += STATE_UNCERTAINTY * rank.activation_bytes
     unsure_context = rules.charges_others and has_fast_links(gpu)
     workspace = CONTEXT_UNCERTAINTY if unsure_context else max(LIBRARY_UNCERTAINTY, 0.15 * rank.non_torch_bytes)
     graphs = constants.graph_uncertainty_gib * GIB if rank.cuda_graphs_bytes else 0

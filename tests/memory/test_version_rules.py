@@ -11,7 +11,7 @@ from labkit.memory.rules import parse_version
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_catalogue import catalogue_model
-from labkit.specs.model_spec import LayerSpec, ModelSpec
+from labkit.specs.model_spec import LayerSpec, ModelSpec, StateSpec
 
 GIB = 2**30
 H100 = GpuSpec("H100 SXM", round(79.19 * GIB))
@@ -102,6 +102,31 @@ def test_more_requests_than_state_blocks_may_not_start():
         card = GpuSpec("H100 SXM", 400 * GIB)
         got = plan(case_model(case), card, config, engine="vllm", engine_version="0.21.0", overrides=pool)
         assert got.verdict == verdict
+
+
+def test_graphs_of_the_second_runner_come_into_the_budget_with_0_29():
+    qwen = catalogue_model("Qwen/Qwen3-8B")  # vllm threads 49224 (its estimate was 0) and 53306 (merged August 2026)
+    config = EngineConfig(max_model_len=8192)
+    inside = {
+        version: plan(qwen, H100, config, engine="vllm", engine_version=version).details["ranks"][0]["graphs_inside"]
+        for version in ("0.20.0", "0.22.0", "0.25.1", "0.28.0", "0.29.0", "0.33.0")
+    }
+    assert list(inside.values()) == [False, True, False, False, True, True]
+
+
+def test_the_estimate_for_hybrids_grows_with_batched_tokens_from_0_26_to_0_29():
+    # vllm thread 50780: 4.2 GiB at 32,768 tokens with 0.26, 0.56 GiB with 0.23.
+    state = StateSpec("gdn", ((3, 8192), (32, 128, 128)), ("auto", "float32"), (1, 0), 10_000_000)
+    layers = (LayerSpec("state", state=state), LayerSpec("state", state=state), LayerSpec("full", 16, 2, 256)) * 12
+    model = ModelSpec("hybrid", "Qwen3_5MoeForCausalLM", "qwen3_5_moe", layers, 2048, 5120, 151936, 262144)
+    config = EngineConfig(max_model_len=8192, max_num_seqs=16, max_num_batched_tokens=32768)
+    reserved = {
+        version: plan(model, H100, config, engine="vllm", engine_version=version).details["ranks"][0]
+        for version in ("0.24.0", "0.26.0", "0.30.0")
+    }
+    sizes = [rank["graphs_reserved_bytes"] / GIB for rank in reserved.values()]
+    assert sizes[1] == pytest.approx(3.5, abs=0.1)
+    assert max(sizes[0], sizes[2]) < 1
 
 
 def test_graphs_are_captured_up_to_larger_batches_on_blackwell():
