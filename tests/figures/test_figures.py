@@ -297,3 +297,9 @@ def test_a_map_and_a_long_list_stay_small():
     assert len(block_map.get_block_map_info(many).owners) <= block_map.MAX_CELLS
     for trace in requests.draw_requests(requests.get_requests_info([many])).data:
         assert len(trace.x) <= 2000
+
+
+def test_a_run_with_the_same_rate_and_more_latency_is_beaten():
+    fast = sample_record(run_id="fast", requests=(request(0, 0, 0.1, 0.01),), duration_s=1.0)
+    slow = sample_record(run_id="slow", requests=(request(0, 0, 0.1, 0.02),), duration_s=1.0)
+    assert [point.on_front for point in pareto.get_pareto_info([slow, fast]).points] == [True, False]

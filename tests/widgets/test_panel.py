@@ -412,3 +412,21 @@ def test_the_chosen_run_is_compared_with_the_baseline(make_panel):
     panel.choose("run-64")
     assert panel.compared.text.startswith("block 64 against block 8: block_size 8 → 64; output +18 %")
     assert panel.compared_table.rows[0] == ["block_size", "8", "64", ""]
+
+
+def test_a_run_without_measured_memory_gives_no_measured_bar(make_panel):
+    session = FakeSession(records=[state_records()["cancelled"]])
+    session.gpu, session.model = session.records()[0].gpu, session.records()[0].model
+    panel = make_panel(session)
+    assert panel.pictures.memory.figure["data"][0]["y"] == ["predicted"]
+
+
+def test_moving_several_knobs_is_one_change(make_panel):
+    panel = make_panel()
+    configs = []
+    panel.knob_set._on_change = configs.append
+    panel.knob_set.set(block_size=32, enforce_eager=True, max_num_seqs=8)
+    assert configs == [EngineConfig(block_size=32, enforce_eager=True, max_num_seqs=8)]
+    panel.knob_set.undo()
+    assert configs[-1] == EngineConfig()
+    assert len(configs) == 2
