@@ -16,6 +16,8 @@ from labkit.specs.engine_config import EngineConfig
 
 # A change that gives less room than this is not worth its risk.
 WORTH_SHARE = 0.005
+# Limits that no memory setting moves.
+NOT_MEMORY = ("traffic", "compute")
 
 WhatIf = Callable[[EngineConfig], MemoryPlan]
 
@@ -81,8 +83,9 @@ def headline(plan: MemoryPlan, limit: BindingLimit, best: Advice | None) -> str:
         if plan.verdict != "does not fit"
         else f"short by {memory(-plan.margin_bytes)}"
     )
-    if limit.name == "traffic":
-        following = "Next: offer more traffic; more room gains nothing yet"
+    if limit.name in NOT_MEMORY:
+        offer = "offer more traffic" if limit.name == "traffic" else "a faster card, or fewer tokens in a step"
+        following = f"Next: {offer}; more room gains nothing yet"
     elif best:
         following = f"Next: {best.title[0].lower()}{best.title[1:]}, {best.gain}"
     else:
@@ -146,7 +149,7 @@ def _gain_words(
         verdict = "fits then" if after.verdict == "fits" else "may fit then"
         return f"{verdict}, with room for {count(after.kv_cache_tokens)} tokens"
     if gain_share > 0:
-        later = ", once the traffic fills the cache" if limit.name == "traffic" else ""
+        later = ", once requests wait for room" if limit.name in NOT_MEMORY else ""
         return f"at most {change(*spans)} requests at once{later}"
     if gain_tokens > 0:
         helps = "" if limit.name == "kv_blocks" else ", which help only once KV blocks bind"

@@ -12,18 +12,21 @@ from labkit.measure.run_record import RunRecord, StepRow
 from labkit.memory.questions import layout_of
 from labkit.memory.records import MemoryPlan
 
-LimitName = Literal["weights", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "traffic", "unknown"]
+LimitName = Literal["weights", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "compute", "traffic", "unknown"]
 
 # A limit that holds requests back for less than this share of the run does not set its speed.
 HOLDS_BACK_SHARE = 0.05
 # A step within 5 % of the token budget is full: the last piece of a prompt rarely fills it exactly.
 FULL_STEP_SHARE = 0.95
+# An engine that is in a step for this share of the run is held by computing, not by a lack of requests.
+BUSY_SHARE = 0.9
 
 _TITLES: dict[LimitName, str] = {
     "weights": "the weights bind",
     "kv_blocks": "KV blocks bind",
     "max_num_seqs": "max_num_seqs binds",
     "max_num_batched_tokens": "the token budget (max_num_batched_tokens) binds",
+    "compute": "computing binds, not the memory",
     "traffic": "the traffic binds, not the memory",
     "unknown": "no limit can be named",
 }
@@ -32,6 +35,7 @@ _KNOBS: dict[LimitName, str | None] = {
     "kv_blocks": "kv_cache_dtype",
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
+    "compute": None,
     "traffic": None,
     "unknown": None,
 }
@@ -184,7 +188,11 @@ def _measured(plan: MemoryPlan, record: RunRecord) -> BindingLimit:
     ]
     name: LimitName = max(seconds, key=lambda key: seconds[key], default="traffic")
     if not total_s or seconds.get(name, 0.0) < HOLDS_BACK_SHARE * total_s:
+        span_s = record.steps[-1].start_s + record.steps[-1].duration_s - record.steps[0].start_s
         text = f"at most {count(most_running)} requests ran at once and {blocks} blocks were used ({blocks_share})"
+        if total_s and total_s >= BUSY_SHARE * span_s:
+            evidence.append(("time in steps", share(total_s, span_s)))
+            return _limit("compute", f"no request waited for room; {text}", evidence, record.origin)
         return _limit("traffic", text, evidence, record.origin)
     waited = share(seconds[name], total_s)
     details: dict[str, str] = {

@@ -220,11 +220,11 @@ def _sentence(
         return f"One configuration ran: {rate(own)}. There is nothing to compare it with yet."
     if outcome == "no difference":
         highest = max(map(_mean, groups.values()))
-        best_words = "which is the best of all" if highest == base else f"the best reaches {rate(highest)}"
-        return (
-            f"No difference: of {len(groups)} configurations none beats the baseline's {rate(base)} by more than the "
-            f"noise; {best_words} ({noise.sentence}). Keep the settings."
-        )
+        if highest == base:
+            found = f"the baseline's {rate(base)} is the best of {len(groups)} configurations"
+        else:
+            found = f"of {len(groups)} configurations the best gives {rate(highest)}, the baseline {rate(base)}"
+        return f"No difference beyond the noise: {found} ({noise.sentence}). Keep the settings."
     changed = settings_words(baseline.config.differences(best.config))
     return f"Set {changed}: {change(base, own, 'tok/s')} output over the baseline ({noise.sentence})."
 

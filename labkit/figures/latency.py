@@ -82,7 +82,7 @@ def _line(info: LatencyInfo, metric: str, level: str, style, scale: float) -> go
         name=level,
         legendgroup=level,
         showlegend=metric == "ttft_s",
-        mode="lines+markers",
+        mode="lines+markers" if info.knob else "markers",
         x=[label(point.value) for point in points],
         y=[value * scale for value in values],
         line={"color": style.color, "dash": style.dash, "width": 2},

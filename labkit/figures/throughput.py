@@ -66,7 +66,7 @@ def draw_throughput(info: ThroughputInfo, theme: str = "light", narrow: bool = F
         figure.add_trace(
             go.Scatter(
                 name=title,
-                mode="lines+markers",
+                mode="lines+markers" if info.knob else "markers",
                 x=[label(point.value) for point in info.points],
                 y=[getattr(point, metric) for point in info.points],
                 line={"color": style.color, "dash": style.dash, "width": 2},

@@ -114,11 +114,14 @@ def test_the_headline_names_verdict_limit_knob_and_gain():
     assert headline(plan, binding_limit(plan), None).endswith("No single change gives more.")
 
 
-def test_while_the_traffic_binds_the_headline_promises_nothing():
+@pytest.mark.parametrize(("duration_s", "name"), [(0.01, "traffic"), (0.05, "compute")])
+def test_while_memory_does_not_bind_the_headline_promises_nothing(duration_s, name):
     record = sample_record()
-    steps = tuple(dataclasses.replace(row, num_waiting=0, num_preemptions=0) for row in record.steps)
+    steps = tuple(
+        dataclasses.replace(row, num_waiting=0, num_preemptions=0, duration_s=duration_s) for row in record.steps
+    )
     record = dataclasses.replace(record, steps=steps)
     limit = binding_limit(record.plan, record)
     found = advise(record.plan, sample_plan, record=record)
-    assert limit.name == "traffic"
+    assert limit.name == name
     assert "more room gains nothing yet" in headline(record.plan, limit, found[0])

@@ -37,7 +37,8 @@ def record_with(steps, **config):
         ({"num_waiting": 3, "num_tokens": 60}, "kv_blocks", "kv_cache_dtype"),
         ({"num_waiting": 0, "num_preemptions": 1}, "kv_blocks", "kv_cache_dtype"),
         ({"num_waiting": 3, "num_running": 16, "num_preemptions": 1}, "kv_blocks", "kv_cache_dtype"),
-        ({}, "traffic", None),
+        ({}, "compute", None),
+        ({"duration_s": 0.5}, "traffic", None),
     ],
 )
 def test_the_measured_limit_is_what_held_requests_back(waiting_step, name, knob):
@@ -53,10 +54,16 @@ def test_the_limit_with_the_longest_time_wins_not_the_one_with_the_most_steps():
     assert binding_limit(record.plan, record).name == "kv_blocks"
 
 
-@pytest.mark.parametrize(("waiting_steps", "name"), [(4, "traffic"), (5, "max_num_seqs")])
-def test_less_than_five_percent_of_waiting_is_the_traffic(waiting_steps, name):
+@pytest.mark.parametrize(("waiting_steps", "name"), [(4, "compute"), (5, "max_num_seqs")])
+def test_less_than_five_percent_of_waiting_does_not_bind(waiting_steps, name):
     waiting = [step(index, num_waiting=1, num_running=16) for index in range(waiting_steps)]
     record = record_with([*waiting, *(step(index) for index in range(waiting_steps, 100))])
+    assert binding_limit(record.plan, record).name == name
+
+
+@pytest.mark.parametrize(("duration_s", "name"), [(0.89, "traffic"), (0.91, "compute")])
+def test_where_nothing_waits_a_busy_engine_is_held_by_computing(duration_s, name):
+    record = record_with([step(index, duration_s=duration_s) for index in range(100)])
     assert binding_limit(record.plan, record).name == name
 
 
