@@ -1,0 +1,1 @@
+"""Checks of environment, cards, model folder, error text and configuration, each with its cause and its cure."""
