@@ -149,6 +149,26 @@ def test_foreign_text_is_no_vllm_log(text):
     assert not record.facts
 
 
+def test_another_programs_out_of_memory_is_no_vllm_log():
+    record = read_log(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.58 "
+        "GiB of which 1.00 GiB is free."
+    )
+    assert (record.errors, record.facts["failed_bytes"]) == (("out_of_memory",), 2 * GIB)
+    assert not record.is_vllm
+
+
+def test_a_message_that_is_wrapped_over_lines_keeps_its_numbers():
+    record = read_log(
+        "Memory profiling takes 11.20 seconds.\nTotal non KV cache memory: 20.19GiB; torch peak memory increase: "
+        "1.42GiB;\nnon-torch forward increase memory: 0.51GiB; weights memory: 18.26GiB.\n"
+    )
+    assert dict(record.facts) == {
+        "total_non_kv_bytes": gib(20.19), "activation_bytes": gib(1.42), "non_torch_bytes": gib(0.51),
+        "weights_bytes": gib(18.26),
+    }  # fmt: skip
+
+
 def test_colours_control_and_bidirectional_characters_do_not_hide_numbers_and_do_not_survive():
     text = (
         "\x1b[36m(EngineCore pid=1)\x1b[0m \x1b]0;owned\x07INFO Available KV cache memory: 19.53 GiB\n"

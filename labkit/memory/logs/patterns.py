@@ -42,9 +42,10 @@ PATTERNS: tuple[Pattern, ...] = (
     # Parts.
     _p("oading model weights took", r"weights took <n><u>", "weights_bytes", units=True, until="0.9"),
     _p("Model loading took", r"Model loading took <n><u>", "weights_bytes", units=True, since="0.8"),
-    _p("model weights take", r"weights take <n>GiB; non_torch_memory takes <n>GiB; PyTorch activation peak memory "
-       r"takes <n>GiB; the rest of the memory reserved for KV Cache is <n>GiB",
-       "weights_bytes", "non_torch_bytes", "activation_bytes", "available_kv_bytes", until="0.8"),
+    _p("model weights take", r"weights take <n>GiB", "weights_bytes", until="0.8"),
+    _p("non_torch_memory takes", r"non_torch_memory takes <n>GiB", "non_torch_bytes", until="0.8"),
+    _p("activation peak memory takes", r"peak memory takes <n>GiB", "activation_bytes", until="0.8"),
+    _p("memory reserved for KV Cache is", r"reserved for KV Cache is <n>GiB", "available_kv_bytes", until="0.8"),
     _p("can use total_gpu_memory", r"total_gpu_memory \(<n>GiB\) x gpu_memory_utilization \(<n>\) = <n>GiB",
        "total_bytes", "gpu_memory_utilization", "requested_bytes", until="0.8"),
     _p("total_gpu_memory=", r"total_gpu_memory=<n>GiB", "total_bytes", until="0.6.4"),
@@ -52,25 +53,24 @@ PATTERNS: tuple[Pattern, ...] = (
     _p("peak_torch_memory=", r"peak_torch_memory=<n>GiB", "peak_torch_bytes", until="0.6.4"),
     _p("non_torch_memory=", r"non_torch_memory=<n>GiB", "non_torch_bytes", until="0.6.4"),
     _p("kv_cache_size=", r"kv_cache_size=<n>GiB", "available_kv_bytes", until="0.6.4"),
-    _p("otal non KV cache memory", r"non KV cache memory: <n>GiB; torch peak memory increase: <n>GiB; non-torch "
-       r"forward increase memory: <n>GiB; weights memory: <n>GiB",
-       "total_non_kv_bytes", "activation_bytes", "non_torch_bytes", "weights_bytes", since="0.10"),
-    _p("total consumed", r"non KV cache memory: <n>GiB; torch peak memory increase: <n>GiB; total consumed \(from "
-       r"mem_get_info\): <n>GiB; weights memory: <n>GiB",
-       "total_non_kv_bytes", "activation_bytes", "consumed_bytes", "weights_bytes", since="0.22"),
-    _p("for consumed memory", r"Actual usage is <n> GiB for consumed memory \(weights \+ non-torch\), <n> GiB for peak "
-       r"activation, and <n> GiB for CUDAGraph memory",
-       "consumed_bytes", "activation_bytes", "cuda_graphs_bytes", since="0.22"),
-    _p("Current kv cache memory in use", r"kv cache memory in use is <n><u>", "pool_bytes", units=True, since="0.11"),
+    _p("otal non KV cache memory", r"non KV cache memory: <n>GiB", "total_non_kv_bytes", since="0.10"),
+    _p("torch peak memory increase", r"torch peak memory increase: <n>GiB", "activation_bytes", since="0.10"),
+    _p("forward increase memory", r"non-torch forward increase memory: <n>GiB", "non_torch_bytes", since="0.10"),
+    _p("total consumed", r"total consumed \(from mem_get_info\): <n>GiB", "consumed_bytes", since="0.22"),
+    _p("weights memory:", r"weights memory: <n>GiB", "weights_bytes", since="0.10"),
+    _p("GiB for weight", r"usage is <n> GiB for weight", "weights_bytes", since="0.11"),
+    _p("GiB for consumed memory", r"<n> GiB for consumed memory", "consumed_bytes", since="0.22"),
+    _p("GiB for peak activation", r"<n> GiB for peak activation", "activation_bytes", since="0.11"),
+    _p("GiB for non-torch memory", r"<n> GiB for non-torch memory", "non_torch_bytes", since="0.11"),
+    _p("GiB for CUDAGraph memory", r"<n> GiB for CUDAGraph memory", "cuda_graphs_bytes", since="0.11"),
+    _p("kv cache memory in use is", r"kv cache memory in use is <n><u>", "pool_bytes", units=True, since="0.11"),
     _p("num_gpu_blocks is", r"num_gpu_blocks is: <c>", "num_gpu_blocks", since="0.9"),
     _p("CUDA graph memory profiling is enabled", r"current --gpu-memory-utilization=<n>", "gpu_memory_utilization",
        since="0.21"),
-    _p("Actual usage is", r"Actual usage is <n> GiB for weight, <n> GiB for peak activation, <n> GiB for non-torch "
-       r"memory, and <n> GiB for CUDAGraph memory",
-       "weights_bytes", "activation_bytes", "non_torch_bytes", "cuda_graphs_bytes", since="0.11"),
-    _p("Desired GPU memory utilization is", r"Free memory on device[^(]{0,40}\(<n>/<n> GiB\) on startup\. Desired GPU "
-       r"memory utilization is \(<n>, <n> GiB\)",
-       "free_bytes", "total_bytes", "gpu_memory_utilization", "requested_bytes", since="0.11"),
+    _p("Free memory on device", r"Free memory on device[^(]{0,40}\(<n>/<n> GiB\) on startup", "free_bytes",
+       "total_bytes", since="0.9"),
+    _p("esired GPU memory utilization", r"esired GPU memory utilization (?:is )?\(<n>, <n> GiB\)",
+       "gpu_memory_utilization", "requested_bytes", since="0.9"),
     _p("Initial free memory:", r"Initial free memory: <n><u>", "free_bytes", units=True, since="0.15"),
     _p("equested memory:", r"[Rr]equested memory: (?:[\d.]{1,8} \(util\), )?<n><u>", "requested_bytes", units=True,
        since="0.15"),
@@ -92,9 +92,6 @@ PATTERNS: tuple[Pattern, ...] = (
        since="0.10"),
     _p("Chunked prefill is enabled with", r"max_num_batched_tokens=<c>", "max_num_batched_tokens"),
     # Errors.
-    _p("is less than desired GPU memory", r"Free memory on device[^(]{0,40}\(<n>/<n> GiB\) on startup is less than "
-       r"desired GPU memory utilization \(<n>, <n> GiB\)",
-       "free_bytes", "total_bytes", "gpu_memory_utilization", "requested_bytes", since="0.9"),
     _p("KV cache is needed", r"max seq len \(<c>\), \(?<n> GiB KV cache is needed, which is larger than the "
        r"available KV cache memory \(<n> GiB\)", "max_model_len", "needed_bytes", "available_kv_bytes", since="0.8"),
     _p("stimated maximum model length is", r"stimated maximum model length is <c>", "estimated_length", since="0.9"),

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# What torch's out-of-memory message says in any program.
+TORCH_FACTS = frozenset({"failed_bytes", "total_bytes", "free_at_failure_bytes", "process_bytes", "torch_bytes"})
+
 
 @dataclass(frozen=True)
 class LogRecord:
@@ -37,5 +40,6 @@ class LogRecord:
 
     @property
     def is_vllm(self) -> bool:
-        """True when something in the text is vLLM's."""
-        return bool(self.version or self.facts or self.errors)
+        """True when something in the text is vLLM's own, not torch's or any program's."""
+        own_errors = set(self.errors) - {"out_of_memory", "unknown_flag"}
+        return bool(self.version or self.model or own_errors or self.facts.keys() - TORCH_FACTS)
