@@ -123,7 +123,7 @@ class KnobSet:
         by_name = {knob.name: knob for knob in EngineConfig.knobs()}
         # Runs are on the CPU even where a card is planned for, so its memory is a knob there too.
         hidden = {"gpu_memory_utilization"} if is_cpu else set()
-        self._on_change, self._config, self._quiet = on_change, config, False
+        self._on_change, self._config = on_change, config
         self._past: list[EngineConfig] = []
         self._future: list[EngineConfig] = []
         self.controls: dict[str, KnobControl] = {}
@@ -203,8 +203,7 @@ class KnobSet:
             control.say("")
 
     def _moved(self, change: Mapping[str, Any]) -> None:
-        if not self._quiet:
-            self._take(self._config.replace(**{change["owner"].knob.name: change["new"]}))
+        self._take(self._config.replace(**{change["owner"].knob.name: change["new"]}))
 
     def _take(self, config: EngineConfig) -> None:
         if config == self._config:
@@ -214,12 +213,9 @@ class KnobSet:
         self._show(config)
 
     def _show(self, config: EngineConfig) -> None:
+        # Set first: a control that moves then finds its value in the settings already, and reports no change.
         self._config = config
-        self._quiet = True
-        try:
-            for name, control in self.controls.items():
-                control.value = getattr(config, name)
-        finally:
-            self._quiet = False
+        for name, control in self.controls.items():
+            control.value = getattr(config, name)
         self.undo_button.disabled, self.redo_button.disabled = not self._past, not self._future
         self._on_change(config)

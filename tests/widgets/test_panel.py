@@ -414,11 +414,12 @@ def test_the_chosen_run_is_compared_with_the_baseline(make_panel):
     assert panel.compared_table.rows[0] == ["block_size", "8", "64", ""]
 
 
-def test_a_run_without_measured_memory_gives_no_measured_bar(make_panel):
-    session = FakeSession(records=[state_records()["cancelled"]])
-    session.gpu, session.model = session.records()[0].gpu, session.records()[0].model
-    panel = make_panel(session)
-    assert panel.pictures.memory.figure["data"][0]["y"] == ["predicted"]
+@pytest.mark.parametrize(("states", "bars"), [(["cancelled"], ["predicted"]),
+                                              (["finished", "cancelled"], ["predicted", "measured"])])  # fmt: skip
+def test_the_measured_bar_is_that_of_the_last_run_that_was_measured(make_panel, states, bars):
+    records = [state_records()[state] for state in states]
+    panel = make_panel(FakeSession(gpu=records[0].gpu, records=records))
+    assert panel.pictures.memory.figure["data"][0]["y"] == bars
 
 
 def test_moving_several_knobs_is_one_change(make_panel):
