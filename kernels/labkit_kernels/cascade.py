@@ -29,18 +29,22 @@ from labkit_kernels.paged_decode import paged_decode
 from labkit_kernels.paged_prefill import MAX_SPLITS, MIN_TILES_OF_SPLIT, launch_prefill
 from labkit_kernels.scores import Scores
 
+BESIDE_OWN = {"tile": 64, "stages": 2}
+
 
 @dataclass(frozen=True)
 class SharedPrefix:
     """Blocks int32 `[blocks]` of a prefix of `length` tokens shared by the `num_tokens` queries of a step.
 
-    Made once for a prefix and a batch size, outside a CUDA graph: `bounds` is [0, num_tokens, length] on the device.
+    Made once for a prefix and a batch size, outside a graph: `bounds` is [0, num_tokens, length] on the device. On a
+    card the shared part runs on `stream` beside the own part.
     """
 
     blocks: torch.Tensor
     length: int
     num_tokens: int
     bounds: torch.Tensor
+    stream: torch.cuda.Stream | None = None
 
     @classmethod
     def make(cls, blocks: torch.Tensor, length: int, num_tokens: int) -> SharedPrefix:
@@ -49,7 +53,8 @@ class SharedPrefix:
         check_shape("blocks", blocks, (None,))
         check_last_stride("blocks", blocks)
         bounds = torch.tensor([0, num_tokens, length], dtype=torch.int32, device=blocks.device)
-        return cls(blocks, length, num_tokens, bounds)
+        stream = torch.cuda.Stream(blocks.device) if blocks.is_cuda else None
+        return cls(blocks, length, num_tokens, bounds, stream)
 
     def check(self, q: torch.Tensor, block_size: int) -> None:
         """Raises KernelValueError unless the prefix fits its blocks and the query."""
@@ -95,18 +100,34 @@ def cascade_decode(
     without_sinks = replace(scores, sinks=None)
     own_out = torch.empty_like(q)
     own_lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    partials = _on_side_stream(
+        prefix.stream, lambda: _attend_shared(q, k_cache, v_cache, prefix, without_sinks)
+    )  # fmt: skip
     paged_decode(
         q, k_cache, v_cache, block_tables, own_lens, without_sinks, workspace=workspace, out=own_out, lse=own_lse
     )  # fmt: skip
-    partials = _attend_shared(q, k_cache, v_cache, prefix, without_sinks)
+    if prefix.stream is not None:
+        torch.cuda.current_stream().wait_stream(prefix.stream)
     merge_splits(partials, scores, out, lse, (own_out, own_lse))
     return out
+
+
+def _on_side_stream(stream: torch.cuda.Stream | None, call):
+    """Runs `call` after what is queued now, beside what is queued next; the caller waits for the stream."""
+    if stream is None:
+        return call()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        return call()
 
 
 def _attend_shared(q, k_cache, v_cache, prefix, scores):
     """Partial results of all queries over the shared keys: one sequence whose rows all see every key."""
     group = q.shape[1] // k_cache.shape[2]
-    config = prefill_config(capability(q.device), cache_kind(k_cache), q.shape[2], q.shape[0] * group)
+    # Small enough in shared memory and registers to lie beside the programs of the own part.
+    config = replace(
+        prefill_config(capability(q.device), cache_kind(k_cache), q.shape[2], q.shape[0] * group), **BESIDE_OWN
+    )  # fmt: skip
     programs = triton.cdiv(q.shape[0] * group, config.rows) * k_cache.shape[2]
     slots = num_slots(q.device, DecodeConfig(ctas_per_sm=1))
     splits = max(2, min(slots // programs, triton.cdiv(prefix.length, config.tile) // MIN_TILES_OF_SPLIT, MAX_SPLITS))

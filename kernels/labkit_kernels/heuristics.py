@@ -46,12 +46,17 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """Settings of the prefill kernel: rows of queries (token × head of a group), KV tokens of a step, warps, stages."""
+    """Settings of the prefill kernel.
+
+    rows: query rows of a program (token × head of a group). tile: KV tokens of a step. stages: pipeline depth over the
+    tiles that every row sees whole; tail_stages: over the tiles on the diagonal.
+    """
 
     rows: int = 128
     tile: int = 64
     warps: int = 8
     stages: int = 3
+    tail_stages: int = 1
 
 
 @cache

@@ -48,16 +48,17 @@ def _find_sequence(query_start_loc, block, batch, GROUP: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def _tile_scores(
-    q, k, tokens, limit, ks, qk_scale, softcap, window, masked,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, tokens, limit, ks, qk_scale, softcap, window,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores `[rows, tokens]` of a tile; the scale stays out of them where one FMA can take it along later."""
+    """Scores `[rows, tokens]` in base 2 after `multiplier`, which stays out of them where one FMA can take it along."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if TOKEN_SCALES:
         s = s * ks[None, :]
     if SOFTCAP:
         s = soft_cap(s * (qk_scale * 0.6931471805599453), softcap) * 1.4426950408889634
-    if masked:
+    if MASKED:
         visible = tokens[None, :] <= limit[:, None]
         if WINDOW:
             visible = visible & (tokens[None, :] > (limit - window)[:, None])
@@ -67,13 +68,13 @@ def _tile_scores(
 
 @triton.jit
 def _attend_tiles(
-    acc, m, total, q, limit, k_base, v_base, k_tokens, v_tokens, table, start, end, masked_from, qk_scale, softcap, window, fence,
+    acc, m, total, q, limit, k_base, v_base, k_tokens, v_tokens, table, start, end, qk_scale, softcap, window, fence,
     k_stride_block, k_stride_slot, v_stride_block, v_stride_slot, ts_stride_block, ts_stride_slot,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr,
     KIND: tl.constexpr, ASM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, SAME_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over tokens start … end; scores are masked from masked_from on (a whole number of tiles)."""
+    """Online softmax over tokens start … end, start being a whole number of tiles."""
     offs = tl.arange(0, TILE)
     d = tl.arange(0, DP)
     multiplier = qk_scale
@@ -84,19 +85,22 @@ def _attend_tiles(
         blocks = ahead
         ahead = block_ids(table, at + TILE, offs, end, BLOCK_SIZE, TILE)
         tokens = at + offs
-        mask = (tokens < end)[:, None] & (d < D)[None, :]
+        mask = (d < D)[None, :]
+        if MASKED:
+            mask = mask & (tokens < end)[:, None]
         k_at = row_offsets(blocks, tokens, k_stride_block, k_stride_slot, BLOCK_SIZE)
-        k = to_compute(load_rows(k_base, k_at[:, None] + d[None, :], mask, True, ""), fence, KIND, ASM)
+        k = to_compute(load_rows(k_base, k_at[:, None] + d[None, :], mask, MASKED or D != DP, ""), fence, KIND, ASM)
         ks = tokens
         if TOKEN_SCALES:
             ts_at = row_offsets(blocks, tokens, ts_stride_block, ts_stride_slot, BLOCK_SIZE)
             ks = tl.load(k_tokens + ts_at, mask=tokens < end, other=0.0)
         s = _tile_scores(
-            q, k, tokens, limit, ks, qk_scale, softcap, window, at >= masked_from, WINDOW, SOFTCAP, TOKEN_SCALES,
-            PRECISION,
-        )  # fmt: skip
+            q, k, tokens, limit, ks, qk_scale, softcap, window, MASKED, WINDOW, SOFTCAP, TOKEN_SCALES, PRECISION
+        )
         m_new = tl.maximum(m, tl.max(s, 1) * multiplier)
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        safe = m_new
+        if MASKED:
+            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - safe)
         p = tl.exp2(s * multiplier - safe[:, None])
         total = total * alpha + tl.sum(p, 1)
@@ -106,7 +110,7 @@ def _attend_tiles(
         v_at = k_at
         if not SAME_STRIDES:
             v_at = row_offsets(blocks, tokens, v_stride_block, v_stride_slot, BLOCK_SIZE)
-        v = to_compute(load_rows(v_base, v_at[:, None] + d[None, :], mask, True, ""), fence, KIND, ASM)
+        v = to_compute(load_rows(v_base, v_at[:, None] + d[None, :], mask, MASKED or D != DP, ""), fence, KIND, ASM)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m, total
 
@@ -122,7 +126,7 @@ def _prefill_kernel(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALE_TENSORS: tl.constexpr,
     TOKEN_SCALES: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, LSE: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, SAME_STRIDES: tl.constexpr, CAUSAL: tl.constexpr,
+    STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr, PRECISION: tl.constexpr, SAME_STRIDES: tl.constexpr, CAUSAL: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     # Blocks from the end first: they see the most keys, and short ones fill the tail.
@@ -170,14 +174,17 @@ def _prefill_kernel(
     acc = tl.zeros([ROWS, DP], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc, m, total = _attend_tiles(
-        acc, m, total, queries, limit, k_cache + kv_head * k_stride_head, v_cache + kv_head * v_stride_head,
-        k_tokens + kv_head * ts_stride_head, v_tokens + kv_head * ts_stride_head,
-        block_tables + seq.to(tl.int64) * table_stride, start, end, masked_from, qk_scale, softcap, window,
-        tl.full([], fence, tl.float16), k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-        ts_stride_block, ts_stride_slot, WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP, TILE, BLOCK_SIZE,
-        STAGES, PRECISION, SAME_STRIDES,
-    )  # fmt: skip
+    for part in tl.static_range(2):
+        if part == 1 or not WINDOW:
+            acc, m, total = _attend_tiles(
+                acc, m, total, queries, limit, k_cache + kv_head * k_stride_head, v_cache + kv_head * v_stride_head,
+                k_tokens + kv_head * ts_stride_head, v_tokens + kv_head * ts_stride_head,
+                block_tables + seq.to(tl.int64) * table_stride, start if part == 0 else masked_from,
+                masked_from if part == 0 else end, qk_scale, softcap, window, tl.full([], fence, tl.float16),
+                k_stride_block, k_stride_slot, v_stride_block, v_stride_slot, ts_stride_block, ts_stride_slot,
+                part == 1, WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP, TILE, BLOCK_SIZE,
+                STAGES if WINDOW or part == 0 else TAIL_STAGES, PRECISION, SAME_STRIDES,
+            )  # fmt: skip
     if SPLITS > 1:
         row = (tl.program_id(2) * num_rows + token) * tl.num_programs(1) * GROUP + head
         tl.store(partial_out + row[:, None] * D + d[None, :], acc, mask=inside)
@@ -271,7 +278,7 @@ def launch_prefill(
         block_tables.stride(0), q.shape[0], q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
         out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0), **arguments.switches, LSE=lse is not None,
         GROUP=group, D=q.shape[2], DP=triton.next_power_of_2(q.shape[2]), ROWS=config.rows, TILE=config.tile,
-        BLOCK_SIZE=k_cache.shape[1], STAGES=config.stages, PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
+        BLOCK_SIZE=k_cache.shape[1], STAGES=config.stages, TAIL_STAGES=config.tail_stages, PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         SAME_STRIDES=k_cache.stride() == v_cache.stride(), CAUSAL=causal, SPLITS=splits, num_warps=config.warps,
     )  # fmt: skip
     return partials
