@@ -1,4 +1,4 @@
-"""The command line: plan, explain-log, export, run, tune, report, runs, models, gpus, traces, bench.
+"""The command line: plan, explain-log, export, doctor, run, tune, report, runs, models, gpus, traces, bench.
 
 Commands read options, call one function of a lower room and print; the knobs' options are made from `EngineConfig`,
 so command line, panel and docs share one text.
@@ -21,6 +21,7 @@ from labkit.specs.engine_config import EngineConfig, Knob
 from labkit.terminal import (
     ProgressLine,
     out,
+    show_examination,
     show_explanation,
     show_json,
     show_plan,
@@ -161,6 +162,42 @@ def export(
         answer = check_with_vllm(command.words[2:])
         said = "no vLLM is installed here" if answer is None else answer.error or f"vLLM {answer.version} takes it"
         warn(f"parser: {said}")
+
+
+@app.command()
+@takes_knobs
+def doctor(
+    knobs: dict[str, Any],
+    which_vllm: Annotated[bool, typer.Option("--which-vllm", help="Which vLLM releases run here.")] = False,
+    model_folder: Annotated[str | None, typer.Option(help="Look through a model folder or .gguf file.")] = None,
+    write_missing: Annotated[
+        bool, typer.Option("--write-missing", help="Write a minimal tokenizer_config.json into that folder.")
+    ] = False,
+    error_text: Annotated[str | None, typer.Option(help="A line, a log, its path, or - for standard input.")] = None,
+    preflight: Annotated[bool, typer.Option("--preflight", help="The daily checklist for these knobs.")] = False,
+    model: Model = DEFAULT_MODEL,
+    gpu: Gpu = "auto",
+    workload: Annotated[str | None, typer.Option(help="Traffic for the preflight.")] = None,
+    vllm: Vllm = "0.33.0",
+    server: Annotated[str | None, typer.Option(help="A running server's address, for the preflight.")] = None,
+    test: Annotated[bool, typer.Option(help="Compute something as well.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """What is wrong with this machine, model folder, error or configuration, and what mends it. Exit code 0, 1 or 2."""
+    from labkit.doctor.machine import Machine
+    from labkit.doctor.preflight import preflight_of
+    from labkit.doctor.run import Request
+    from labkit.doctor.run import doctor as examine
+
+    if preflight:
+        found = preflight_of(model, gpu, knobs, Machine(), trace=workload, vllm=vllm, server=server)
+    else:
+        found = examine(Request(which_vllm, model_folder, write_missing, error_text, test))
+    if as_json:
+        show_json(found.to_dict())
+    else:
+        show_examination(found)
+    raise typer.Exit(found.exit_code)
 
 
 @app.command()

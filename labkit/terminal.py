@@ -19,6 +19,7 @@ from labkit import format as shown
 from labkit.text import plain
 
 if TYPE_CHECKING:
+    from labkit.doctor.check import Examination
     from labkit.measure.run_record import RunRecord
     from labkit.memory.log_explanation import LogExplanation
     from labkit.memory.records import MemoryPlan
@@ -88,6 +89,19 @@ def show_explanation(found: LogExplanation) -> None:
         out(f"cure: {cure.text}")
     for note in found.notes:
         out(f"note: {note}")
+
+
+def show_examination(found: Examination) -> None:
+    """Print checks: what is wrong with cause and fix first, then a line for each that is well, then the answer."""
+    releases = found.facts.get("releases")
+    if releases:
+        show_table("Recorded releases", list(releases[0]), [list(row.values()) for row in releases])
+    for status, name, evidence, cause, fix in found.rows():
+        out(f"{status:8} {name}: {evidence}")
+        for word, text in (("cause" if status != "ok" else "note", cause), ("fix", fix)):
+            if text:
+                out(f"         {word}: {text}")
+    out(found.sentence)
 
 
 def show_summary(results: Mapping[str, Any], path: Path) -> None:

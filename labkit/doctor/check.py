@@ -10,6 +10,7 @@ from labkit.text import plain
 
 Status = Literal["ok", "warning", "problem", "unknown"]
 Confidence = Literal["", "certain", "likely", "possible"]
+COLUMNS = ("status", "check", "evidence", "cause", "fix")
 STATUSES: tuple[Status, ...] = ("problem", "warning", "unknown", "ok")
 
 
@@ -81,7 +82,7 @@ class Examination:
         return plain(f"{self.title}: {', '.join(word for word in words if word) or 'nothing to look at'}{first}", 1000)
 
     def rows(self) -> list[list[str]]:
-        """Status, name, evidence, cause and fix as text, the worst first: for tables of the report and terminal."""
+        """Status, name, evidence, cause and fix as text, the worst first: under `COLUMNS`."""
         ordered = sorted(self.checks, key=lambda check: STATUSES.index(check.status))
         return [[entry["status"], entry["name"], entry["evidence"], entry["cause"], entry["fix"]]
                 for entry in (check.to_dict() for check in ordered)]  # fmt: skip

@@ -12,8 +12,11 @@ import resource
 import shutil
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -203,6 +206,18 @@ class Machine:
         """Whether the model hub can be reached."""
         return hub_answers(timeout_s=1.0)
 
+    def fetch(self, url: str) -> Output | None:
+        """HTTP status and text of a page of a server; None where none answers within two seconds."""
+        if not url.startswith(("http://", "https://")):
+            return None
+        try:
+            with urllib.request.urlopen(url, timeout=2.0) as answer:
+                return Output(answer.status, answer.read(MAX_TEXT).decode("utf-8", "replace"))
+        except urllib.error.HTTPError as error:
+            return Output(error.code, "")
+        except (OSError, ValueError, HTTPException):
+            return None
+
 
 def cuda_of_version_file(text: str | None) -> str | None:
     """`cuda = '12.8'` of torch/version.py."""
@@ -231,6 +246,7 @@ class FixedMachine:
     disks: Mapping[str, Memory] = field(default_factory=dict)
     open_files: int = 1_048_576
     hub: bool = True
+    pages: Mapping[str, Output] = field(default_factory=dict)
 
     def system(self) -> System:
         """See `Machine.system`; so are the others."""
@@ -287,6 +303,10 @@ class FixedMachine:
     def hub_answers(self) -> bool:
         """The given answer."""
         return self.hub
+
+    def fetch(self, url: str) -> Output | None:
+        """The given page."""
+        return self.pages.get(url)
 
 
 AnyMachine = Machine | FixedMachine

@@ -147,7 +147,7 @@ def _card_reasons(release: Release, capability: tuple[int, int]) -> list[str]:
     ]
 
 
-def which_vllm(machine: AnyMachine) -> Examination:
+def find_vllm(machine: AnyMachine) -> Examination:
     """Which vLLM releases run on a machine, the command that installs the newest, or how to build from source."""
     system, nvml = machine.system(), machine.nvml()
     capabilities = sorted({card.capability for card in nvml.cards if card.capability})
@@ -160,13 +160,13 @@ def which_vllm(machine: AnyMachine) -> Examination:
     ]  # fmt: skip
     running = [verdict for verdict in verdicts if verdict.runs]
     checks = [_seen(machine, capabilities), _answer(running, verdicts, capabilities)]
-    checks += [_row(verdict) for verdict in reversed(verdicts)]
     facts = {
         "recorded": recorded(),
         "runs": [verdict.release.version for verdict in running],
         "newest": running[-1].release.version if running else None,
         "command": install_command(running[-1].release) if running else None,
         "torch_cuda_arch_list": arch_list(capabilities),
+        "releases": [_row(verdict) for verdict in reversed(verdicts)],
     }
     return Examination("vLLM releases for this machine", tuple(checks), facts)
 
@@ -185,8 +185,9 @@ def _seen(machine: AnyMachine, capabilities: list[tuple[int, int]]) -> Check:
 def _answer(running: list[Verdict], verdicts: list[Verdict], capabilities: list[tuple[int, int]]) -> Check:
     if running:
         best = running[-1]
+        blind = "" if capabilities else "by Python and glibc alone, since no card was seen: "
         evidence = (
-            f"{len(running)} of {len(verdicts)} recorded minor releases run; newest: vLLM {best.release.version} with "
+            f"{blind}{len(running)} of {len(verdicts)} recorded minor releases run; newest: vLLM {best.release.version} with "
             f"torch {best.release.torch}, CUDA {best.release.cuda}"
         )
         return Check(
@@ -220,17 +221,19 @@ def _advice(newest: Verdict, capabilities: list[tuple[int, int]]) -> str:
     return "; ".join(steps) or "use another machine"
 
 
-def _row(verdict: Verdict) -> Check:
+def _row(verdict: Verdict) -> dict[str, str]:
+    """One release as text, for tables."""
     release = verdict.release
-    ranges = ", ".join(f"{name}{value}" for name, value in release.requires if name == "transformers")
-    evidence = (
-        f"torch {release.torch}, CUDA {release.cuda}, Python {release.python}, glibc {dotted(release.glibc)}"
-        f"{', ' + ranges if ranges else ''}"
-    )
-    name = f"vllm-{release.version}"
-    if verdict.runs:
-        return Check(name, "ok", evidence, "; ".join(verdict.warnings))
-    return Check(name, "unknown", evidence, f"does not run: {'; '.join(verdict.reasons)}")
+    return {
+        "vllm": release.version,
+        "runs": "yes" if verdict.runs else "no",
+        "torch": release.torch or "",
+        "cuda": release.cuda or "",
+        "python": release.python or "",
+        "glibc": dotted(release.glibc),
+        "transformers": dict(release.requires).get("transformers", ""),
+        "why": "; ".join((*verdict.reasons, *verdict.warnings)),
+    }
 
 
 def install_command(release: Release) -> str:
