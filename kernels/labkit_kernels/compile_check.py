@@ -57,6 +57,8 @@ class CompileReport:
     async_copies: int
     wide_async_copies: int
     byte_shared_loads: int
+    wide_loads: int
+    wide_stores: int
 
 
 class _Recorder:
@@ -133,4 +135,6 @@ def compile_report(launch: Launch, arch: int) -> CompileReport:
         async_copies=count(r"\bLDGSTS\b"),
         wide_async_copies=count(r"\bLDGSTS\.\S*128"),
         byte_shared_loads=count(r"\bLDS\.[US]8\b"),
+        wide_loads=count(r"\bLDG\.\S*128"),
+        wide_stores=count(r"\bSTG\.\S*128"),
     )
