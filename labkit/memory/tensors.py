@@ -11,6 +11,7 @@ from labkit.specs.model_spec import LayerSpec, ModelSpec
 VOCAB_PADDING = 64
 # vLLM's MXFP4 kernels take expert widths in these steps: gpt-oss-120b loads as 64.4 GiB, not 60.8 (case N62).
 MXFP4_PADDING = 256
+UNCOUNTED = "(not counted)"
 
 
 @dataclass(frozen=True)
@@ -181,8 +182,12 @@ def _moe_tensors(model: ModelSpec, num_experts: int, share: Sharing) -> Iterator
 
 
 def count_parameters(model: ModelSpec) -> int:
-    """Parameters of the model, tied embeddings once: the sum over its tensors."""
+    """Parameters of the model, tied embeddings once: the sum over its tensors.
+
+    Parts beside a catalogue's text model whose name ends in "(not counted)" are loaded but not in the count.
+    """
     whole = Sharing()
+    model = model.replace(extra_weights=tuple(part for part in model.extra_weights if not part[0].endswith(UNCOUNTED)))
     total = sum(tensor.elements for tensor in (*embed_tensors(model, whole), *head_tensors(model, whole)))
     total += sum(tensor.elements for tensor in extra_tensors(model, whole))
     per_layer: dict[tuple, int] = {}

@@ -14,7 +14,7 @@ from labkit.specs.model_spec import ModelSpec
 from labkit.text import plain
 
 _NEEDED = ("config", "total_params", "source")
-_ALLOWED = (*_NEEDED, "unverified", "note", "is_embedding", "pooling", "aliases", "weights_bytes")
+_ALLOWED = (*_NEEDED, "unverified", "note", "is_embedding", "pooling", "aliases", "weights_bytes", "vision_parameters")
 
 
 @lru_cache(maxsize=1)
@@ -66,7 +66,10 @@ def catalogue_model(name: str) -> ModelSpec:
     entry = _entries()[name]
     spec = model_from_config(entry["config"], name, source="catalogue")
     notes = [f"not verified: {text}" for text in entry.get("unverified", ())]
+    vision = entry.get("vision_parameters")
+    extra = (("vision tower (not counted)", vision),) if vision else ()
     return spec.replace(
+        extra_weights=(*spec.extra_weights, *extra),
         num_parameters=entry["total_params"],
         weights_bytes=entry.get("weights_bytes"),
         is_embedding=entry.get("is_embedding", spec.is_embedding),
