@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,17 +12,16 @@ from labkit.format import count, memory
 from labkit.memory.calibration import calibration_of, log_config
 from labkit.memory.logs.read import read_log_file
 from labkit.memory.logs.record import LogRecord
+from labkit.memory.model_names import named_model, named_or_loaded
 from labkit.memory.planner import plan
 from labkit.memory.questions import Question, smallest_utilization
 from labkit.memory.records import MemoryPlan
 from labkit.memory.rules import vllm_rules
 from labkit.memory.stages import Calibration, Overrides
-from labkit.memory.weights import QUANTIZATION_FORMATS
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_spec import ModelSpec
 
 NEWEST = "0.33.0"
-QUANTISED_NAME = re.compile(r"-(?:AWQ|GPTQ|FP8|fp8|quantized)[A-Za-z0-9.-]{0,40}$")
 # Two printed decimals of GiB stand for this much.
 PRINT_ROUNDING = round(0.005 * 2**30)
 WORTH_NAMING = 2**28
@@ -113,7 +111,7 @@ def explain_log(record: LogRecord, model: ModelSpec | None = None, gpu: GpuSpec 
             (Cure({}, "give the server's own output, from its start to the first request or to the error"),), None,
             None, record.notes,
         )  # fmt: skip
-    model = model or _known_model(record.model)
+    model = model or (named_model(record.model) if record.model else None)
     gpu = gpu or _known_card(record.facts.get("total_bytes"))
     if model is None or gpu is None:
         return _without_plan(record, model, gpu)
@@ -153,24 +151,6 @@ def _furthest_off(rows: tuple[PartRow, ...]) -> PartRow | None:
     off = [row for row in rows if row.is_off]
     parts = [row for row in off if row.part not in ("available_kv", "cuda_graphs")] or off
     return max(parts, key=lambda row: abs(row.difference_bytes or 0), default=None)
-
-
-def _known_model(name: str | None) -> ModelSpec | None:
-    """The catalogue's model of that name; a quantised copy's name means its original in that format."""
-    from labkit.specs.model_catalogue import catalogue_model, find_name
-
-    if not name:
-        return None
-    if found := find_name(name):
-        return catalogue_model(found)
-    base = QUANTISED_NAME.sub("", name)
-    found = find_name(base)
-    if found is None or base == name:
-        return None
-    word = name[len(base) :].strip("-.").lower()
-    fmt = next((QUANTIZATION_FORMATS[kind] for kind in ("awq", "gptq", "fp8") if word.startswith(kind)), None)
-    spec = catalogue_model(found)
-    return spec.replace(name=name, weight_format=fmt or QUANTIZATION_FORMATS["int8"], weights_bytes=None)
 
 
 def _known_card(total_bytes: int | None) -> GpuSpec | None:
@@ -331,10 +311,10 @@ def explain_log_file(
         FileFormatError: the file cannot be read as a log.
         UnknownNameError: no such model or card.
     """
-    from labkit.specs import load_gpu, load_model
+    from labkit.specs import load_gpu
 
     record = read_log_file(path)
-    return explain_log(record, load_model(model) if model else None, load_gpu(gpu) if gpu else None)
+    return explain_log(record, named_or_loaded(model) if model else None, load_gpu(gpu) if gpu else None)
 
 
 def explanation_json(found: LogExplanation) -> dict[str, Any]:

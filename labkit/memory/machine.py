@@ -8,6 +8,7 @@ from typing import Any
 
 from labkit.errors import OutOfRangeError
 from labkit.memory.logs.record import LogRecord
+from labkit.memory.model_names import named_or_loaded
 from labkit.memory.planner import LABKIT_VERSION
 from labkit.memory.questions import Question, cards_needed, flag_effects, smallest_utilization
 from labkit.memory.records import MemoryPlan
@@ -45,7 +46,7 @@ def question_for(
     Raises:
         OutOfRangeError: more ranks than cards, or a size below zero.
     """
-    from labkit.specs import load_gpu, load_model
+    from labkit.specs import load_gpu
 
     settings = dict(knobs or {})
     is_auto = settings.get("max_model_len") in (-1, "auto")
@@ -63,7 +64,7 @@ def question_for(
         if value is not None and not lowest <= value < 2**20:
             raise OutOfRangeError(f"{name.removesuffix('_bytes')} cannot be {value} GiB", works="0 or more GiB")
     question = Question(
-        load_model(model),
+        named_or_loaded(model),
         load_gpu(gpu),
         EngineConfig(**settings),
         engine=engine,

@@ -83,6 +83,23 @@ def test_wrong_input_is_refused(options, error):
         question_for("meta-llama/Llama-3.1-8B-Instruct", options.pop("gpu", "H100"), **options).plan()
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "weights_gib"),
+    [
+        # Weights that vLLM 0.19 printed for these checkpoints (labkit/memory/runs).
+        ("RedHatAI/Qwen2.5-7B-Instruct-fp8-dynamic", "fp8", 8.14),
+        ("RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w8a8", "int8", 8.49),
+        ("RedHatAI/Mistral-Small-3.1-24B-Instruct-2503-quantized.w8a8", "int8", 24.07),
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", "awq", 5.29),
+        ("Qwen/Qwen3-8B-AWQ", "awq", 5.71),
+    ],
+)
+def test_names_of_quantised_copies(name, kind, weights_gib):
+    question = question_for(name, "H100", {"max_model_len": 4096}, vllm="0.19.0")
+    assert (question.model.weight_format.kind, question.model.name) == (kind, name)
+    assert question.plan().breakdown.weights_bytes / GIB == pytest.approx(weights_gib, rel=0.015)
+
+
 def test_effects_of_flags_are_what_the_changed_plan_says():
     question = llama({"max_model_len": 8192}, vllm="0.19.0")
     base = question.plan()
