@@ -107,6 +107,12 @@ def summarise(rows: list[dict]) -> list[dict]:
         if r["tokens"] >= 4096
     }
     write_value, write_note = _lowest(writes)
+    same_copy = {
+        f"{r['tokens']} tokens {r['kv']}": r["copy_of_same_bytes_us"] / r["us"]
+        for r in tables.get("kv_write", [])
+        if r["tokens"] >= 4096
+    }
+    copy_value, copy_note = _lowest(same_copy)
     shared = [r["plain_us"] / r["us"] for r in tables.get("shared_prefix", [])]
     return [
         *_decode_lines(decode, ceilings["read_gb_s"]),
@@ -114,5 +120,6 @@ def summarise(rows: list[dict]) -> list[dict]:
         _entry("prefill and chunks against FA3, lowest", prefill_value, 0.70, 0.85, prefill_note),
         *_vllm_lines([r for r in decode if r["kv"] == "bf16"], prefill),
         _entry("KV write of 4096 tokens or more, share of the copy ceiling", write_value, 0.8, 0.9, write_note),
+        _entry("KV write of 4096 tokens or more, against a copy of as many bytes", copy_value, 0.8, 0.9, copy_note),
         _entry("shared prefix against our plain decode", min(shared, default=None), 4.0, 8.0),
     ]

@@ -1,4 +1,4 @@
-"""Design sweep: variants of the decode and prefill kernels on the table's shapes. usage: sweep.py OUT.json [processes] [chunks]
+"""Design sweep: variants of the kernels on the table's shapes. usage: sweep.py OUT.json [processes] [chunks]
 
 Needs `kernels/` on PYTHONPATH where labkit is not installed.
 
@@ -12,7 +12,6 @@ import multiprocessing
 import sys
 import time
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 
 import torch

@@ -22,14 +22,12 @@ from labkit_kernels.checks import (
     check_shape,
 )
 from labkit_kernels.decode_plan import DecodeWorkspace
-from labkit_kernels.heuristics import DecodeConfig, num_slots, prefill_config
+from labkit_kernels.heuristics import DecodeConfig, num_slots, shared_config
 from labkit_kernels.merge import merge_splits
 from labkit_kernels.ops import cache_kind, capability
 from labkit_kernels.paged_decode import paged_decode
 from labkit_kernels.paged_prefill import MAX_SPLITS, MIN_TILES_OF_SPLIT, launch_prefill
 from labkit_kernels.scores import Scores
-
-BESIDE_OWN = {"tile": 64, "stages": 2}
 
 
 @dataclass(frozen=True)
@@ -124,10 +122,7 @@ def _on_side_stream(stream: torch.cuda.Stream | None, call):
 def _attend_shared(q, k_cache, v_cache, prefix, scores):
     """Partial results of all queries over the shared keys: one sequence whose rows all see every key."""
     group = q.shape[1] // k_cache.shape[2]
-    # Small enough in shared memory and registers to lie beside the programs of the own part.
-    config = replace(
-        prefill_config(capability(q.device), cache_kind(k_cache), q.shape[2], q.shape[0] * group), **BESIDE_OWN
-    )  # fmt: skip
+    config = shared_config(capability(q.device), cache_kind(k_cache), q.shape[2], q.shape[0] * group)
     programs = triton.cdiv(q.shape[0] * group, config.rows) * k_cache.shape[2]
     slots = num_slots(q.device, DecodeConfig(ctas_per_sm=1))
     splits = max(2, min(slots // programs, triton.cdiv(prefix.length, config.tile) // MIN_TILES_OF_SPLIT, MAX_SPLITS))

@@ -95,7 +95,7 @@ def _best_chunk(
 
 @triton.jit
 def _write_item(items, max_items, at, seq, start, end, length, first, full, last, mask):
-    """A work item field by field: sequence, tokens start … end, length, and where the sequence's other items are."""
+    """A work item field by field: sequence, tokens start … end, length, where the sequence's other items are."""
     tl.store(items + at, seq, mask=mask)
     tl.store(items + max_items + at, start, mask=mask)
     tl.store(items + 2 * max_items + at, tl.minimum(end, length), mask=mask)
@@ -198,7 +198,7 @@ class DecodeWorkspace:
         self.programs = num_q_heads // self.heads_per_program
         kind = cache_kind(torch.empty(0, dtype=kv_dtype, device=device))
         rows = self.heads_per_program * query_len
-        self.config = config or decode_config(capability(device), kind, head_dim, rows)
+        self.config = config or decode_config(capability(device), kind, head_dim, rows, max_batch)
         self.rows = self.config.padded_rows(rows)
         self.fixed_chunk = max(1, (chunk_tokens or DETERMINISTIC_CHUNK_TOKENS) // self.config.tile)
         self.fixed = deterministic or chunk_tokens is not None
@@ -210,9 +210,7 @@ class DecodeWorkspace:
         if self.fixed:
             self.max_items = self.max_batch * -(-tiles // self.fixed_chunk)
         else:
-            self.max_items = self.max_batch + min(
-                int(1.5 * self.slots_per_head) + 1, self.max_batch * max(tiles - 1, 0)
-            )
+            self.max_items = self.max_batch + min(int(self.slots_per_head) + 1, self.max_batch * max(tiles - 1, 0))
         ints = {"dtype": torch.int32, "device": device}
         self.meta = torch.zeros(4, **ints)
         self.items = torch.zeros(ITEM_FIELDS, self.max_items, **ints)

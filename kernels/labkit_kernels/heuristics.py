@@ -49,13 +49,14 @@ class PrefillConfig:
     """Settings of the prefill kernel.
 
     rows: query rows of a program (token × head of a group). tile: KV tokens of a step. stages: pipeline depth over the
-    tiles that every row sees whole; tail_stages: over the tiles on the diagonal.
+    tiles that every row sees whole; tail_tile, tail_stages: the same on the diagonal.
     """
 
     rows: int = 128
     tile: int = 64
     warps: int = 8
     stages: int = 3
+    tail_tile: int = 128
     tail_stages: int = 1
 
 
@@ -71,14 +72,19 @@ def _family(arch: int) -> str:
     return str(below[-1] if below else known[0])
 
 
+def _holds(name: str, limit: object, facts: dict[str, object]) -> bool:
+    """Whether one condition holds: `max_<fact>` and `min_<fact>` are bounds, a bare fact lists what it may be."""
+    if name.startswith("max_"):
+        return facts[name[4:]] <= limit  # type: ignore[operator]
+    if name.startswith("min_"):
+        return facts[name[4:]] >= limit  # type: ignore[operator]
+    return facts[name] in limit  # type: ignore[operator]
+
+
 def _first_match(rules: list[dict], facts: dict[str, object]) -> dict:
-    """Settings of the first rule whose conditions hold: equal, or `max_<fact>` not below it."""
+    """Settings of the first rule whose conditions all hold."""
     for rule in rules:
-        conditions = rule["when"].items()
-        if all(
-            facts[name[4:]] <= limit if name.startswith("max_") else facts[name] in limit  # type: ignore[operator]
-            for name, limit in conditions
-        ):
+        if all(_holds(name, limit, facts) for name, limit in rule["when"].items()):
             return rule["use"]
     raise KernelValueError(f"{TABLE} has no rule for {facts}")
 
@@ -90,15 +96,22 @@ def _config(kind: type, settings: dict):
     return kind(**settings)
 
 
-def decode_config(arch: int, kv_kind: str, head_dim: int, rows: int) -> DecodeConfig:
-    """Settings for `rows` query rows of one KV head on compute capability `arch` (90 = 9.0)."""
+def decode_config(arch: int, kv_kind: str, head_dim: int, rows: int, batch: int = 1) -> DecodeConfig:
+    """Settings for `rows` query rows of one KV head and up to `batch` sequences on capability `arch` (90 = 9.0)."""
     rules = _table()["architectures"][_family(arch)]["decode"]
-    return _config(DecodeConfig, _first_match(rules, {"kv": kv_kind, "head_dim": head_dim, "rows": rows}))
+    facts = {"kv": kv_kind, "head_dim": head_dim, "rows": rows, "batch": batch}
+    return _config(DecodeConfig, _first_match(rules, facts))
 
 
 def prefill_config(arch: int, kv_kind: str, head_dim: int, rows: int) -> PrefillConfig:
     """Settings for sequences of up to `rows` query rows of one KV head."""
     rules = _table()["architectures"][_family(arch)]["prefill"]
+    return _config(PrefillConfig, _first_match(rules, {"kv": kv_kind, "head_dim": head_dim, "rows": rows}))
+
+
+def shared_config(arch: int, kv_kind: str, head_dim: int, rows: int) -> PrefillConfig:
+    """Settings for the shared part of a cascade: small enough to lie beside the programs of the own part."""
+    rules = _table()["architectures"][_family(arch)]["shared"]
     return _config(PrefillConfig, _first_match(rules, {"kv": kv_kind, "head_dim": head_dim, "rows": rows}))
 
 

@@ -126,7 +126,8 @@ def _prefill_kernel(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALE_TENSORS: tl.constexpr,
     TOKEN_SCALES: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, LSE: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr, PRECISION: tl.constexpr, SAME_STRIDES: tl.constexpr, CAUSAL: tl.constexpr,
+    STAGES: tl.constexpr, TAIL_TILE: tl.constexpr, TAIL_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, SAME_STRIDES: tl.constexpr, CAUSAL: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     # Blocks from the end first: they see the most keys, and short ones fill the tail.
@@ -182,8 +183,9 @@ def _prefill_kernel(
                 block_tables + seq.to(tl.int64) * table_stride, start if part == 0 else masked_from,
                 masked_from if part == 0 else end, qk_scale, softcap, window, tl.full([], fence, tl.float16),
                 k_stride_block, k_stride_slot, v_stride_block, v_stride_slot, ts_stride_block, ts_stride_slot,
-                part == 1, WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP, TILE, BLOCK_SIZE,
-                STAGES if WINDOW or part == 0 else TAIL_STAGES, PRECISION, SAME_STRIDES,
+                part == 1, WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP,
+                TILE if part == 0 else TAIL_TILE, BLOCK_SIZE, STAGES if WINDOW or part == 0 else TAIL_STAGES,
+                PRECISION, SAME_STRIDES,
             )  # fmt: skip
     if SPLITS > 1:
         row = (tl.program_id(2) * num_rows + token) * tl.num_programs(1) * GROUP + head
@@ -278,7 +280,8 @@ def launch_prefill(
         block_tables.stride(0), q.shape[0], q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
         out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0), **arguments.switches, LSE=lse is not None,
         GROUP=group, D=q.shape[2], DP=triton.next_power_of_2(q.shape[2]), ROWS=config.rows, TILE=config.tile,
-        BLOCK_SIZE=k_cache.shape[1], STAGES=config.stages, TAIL_STAGES=config.tail_stages, PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
+        BLOCK_SIZE=k_cache.shape[1], STAGES=config.stages, TAIL_TILE=min(config.tile, config.tail_tile),
+        TAIL_STAGES=config.tail_stages, PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         SAME_STRIDES=k_cache.stride() == v_cache.stride(), CAUSAL=causal, SPLITS=splits, num_warps=config.warps,
     )  # fmt: skip
     return partials
