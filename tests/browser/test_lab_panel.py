@@ -100,6 +100,7 @@ UNNAMED = """() => {
   const controls = panel.querySelectorAll('button, input, select, textarea, progress, [role=img]');
   return [...controls].filter((element) => !name(element)).map((element) => element.outerHTML.slice(0, 120));
 }"""
+MODEBAR = "() => [...document.querySelectorAll('.lk-panel .modebar-btn')].map((one) => one.dataset.title)"
 LOOKS = """() => {
   const words = document.querySelector('.lk-answer .lk-words');
   const chart = document.querySelector('.lk-plot .xtitle');
@@ -121,6 +122,10 @@ def test_widths_themes_names_and_hostile_text(chromium, fresh_lab):
         page.wait_for_timeout(250)
     assert page.evaluate(UNNAMED) == []
     assert page.locator(".lk-panel img").count() == 0
+    tools = page.evaluate(
+        "() => [...document.querySelectorAll('.lk-panel .modebar-btn')].map((one) => one.dataset.title)"
+    )
+    assert set(tools) == {"Download plot as a PNG", "Reset axes"}
     assert "<img src=x onerror=alert(1)>" in page.locator(".lk-answer .lk-heading").inner_text()
 
     light = page.evaluate(LOOKS)

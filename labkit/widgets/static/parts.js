@@ -241,7 +241,7 @@ function renderTable({ model, el }) {
       }
       if (model.get("pinned").includes(index)) line.classList.add("lk-pinned");
       cells.forEach((cell, column) => {
-        line.append(column === 0 ? node("th", "", cell, { scope: "row" }) : node("td", "", cell));
+        line.append(column === 0 ? node("th", "", cell, { scope: "row", title: cell }) : node("td", "", cell));
       });
       made.append(line);
     });
@@ -296,7 +296,8 @@ function renderChart({ model, el }) {
   const config = {
     displaylogo: false,
     responsive: false,
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d", "pan2d", "zoom2d"],
+    // A closed list: plotly.js adds "Share chart…", which would send the data to its maker's server.
+    modeBarButtons: [["toImage", "resetScale2d"]],
   };
   const draw = () => {
     plot.setAttribute("aria-label", model.get("description"));
