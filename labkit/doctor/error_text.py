@@ -72,7 +72,7 @@ def explain_error_text(text: str | Iterable[str]) -> Examination:
     memory = _memory_answer(lines)
     names = {known.name for known, _ in found}
     checks = [_merged(check, memory) for known, check in found if not known.generic]
-    if memory is not None and memory.name not in names and memory.name not in _TABLE_SAYS_MORE:
+    if memory is not None and memory.cause and memory.name not in names and memory.name not in _TABLE_SAYS_MORE:
         checks.insert(0, memory)
     checks += [check for known, check in found if known.generic]
     if not checks:
@@ -91,14 +91,20 @@ def _known_lines(lines: Iterable[str]) -> list[tuple[Known, Check]]:
         if not needles.search(line):
             continue
         shown = plain(line.strip(), MAX_LINE)
-        folded = shown.lower()
-        for known in table:
-            match = known.pattern.search(shown) if known.needle in folded else None
-            if match:
-                if known.name not in found:
-                    found[known.name] = known, _check(known, match, shown, number)
-                break
+        for known, match in _matches(shown, table):
+            found.setdefault(known.name, (known, _check(known, match, shown, number)))
     return list(found.values())
+
+
+def _matches(line: str, table: Iterable[Known]) -> list[tuple[Known, re.Match[str]]]:
+    """Known errors of one line; of two that overlap the one that stands earlier in the table."""
+    folded = line.lower()
+    found: list[tuple[Known, re.Match[str]]] = []
+    for known in table:
+        match = known.pattern.search(line) if known.needle in folded else None
+        if match and all(match.end() <= other.start() or other.end() <= match.start() for _, other in found):
+            found.append((known, match))
+    return found
 
 
 def _check(known: Known, match: re.Match[str], line: str, number: int) -> Check:
@@ -126,8 +132,9 @@ def _merged(check: Check, memory: Check | None) -> Check:
     """The table's answer with the log reader's numbers before it, where both found the same cause."""
     if memory is None or memory.name != check.name or check.name in _TABLE_SAYS_MORE:
         return check
-    fix = "; ".join(part for part in (memory.fix, check.fix) if part)
-    return replace(check, cause=f"{memory.cause}; {check.cause}", fix=fix)
+    parts = [(memory.cause, check.cause), (memory.fix, check.fix)]
+    cause, fix = ("; ".join(dict.fromkeys(text for text in pair if text)) for pair in parts)
+    return replace(check, cause=cause, fix=fix)
 
 
 def _memory_answer(lines: list[str]) -> Check | None:
@@ -139,12 +146,14 @@ def _memory_answer(lines: list[str]) -> Check | None:
         found = explain_log(record)
     except LabkitError:
         return None
-    if found.cause in ("not_vllm", "fits", "incomplete") or MISSING in found.answer:
+    if found.cause in ("not_vllm", "fits", "incomplete"):
         return None
+    # A single line often lacks half of the numbers: what can be done about it then still helps.
+    answer = "" if MISSING in found.answer else found.answer
     cures = "; ".join(cure.text for cure in found.cures[:3])
     evidence = f"{record.num_used} of {record.num_lines} lines are vLLM's memory output"
     sure: Confidence = "certain" if found.plan is not None else "likely"
-    return Check(found.cause.replace("_", "-"), "problem", evidence, found.answer, cures, sure)
+    return Check(found.cause.replace("_", "-"), "problem", evidence, answer, cures, sure)
 
 
 def _nothing_known(lines: list[str]) -> Check:

@@ -187,8 +187,8 @@ def _answer(running: list[Verdict], verdicts: list[Verdict], capabilities: list[
         best = running[-1]
         blind = "" if capabilities else "by Python and glibc alone, since no card was seen: "
         evidence = (
-            f"{blind}{len(running)} of {len(verdicts)} recorded minor releases run; newest: vLLM {best.release.version} with "
-            f"torch {best.release.torch}, CUDA {best.release.cuda}"
+            f"{blind}{len(running)} of {len(verdicts)} recorded minor releases run; newest: vLLM "
+            f"{best.release.version} with torch {best.release.torch}, CUDA {best.release.cuda}"
         )
         return Check(
             "answer",
