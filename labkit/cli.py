@@ -349,6 +349,14 @@ def bench_planner_command(path: Results = Path("results/planner.json")) -> None:
     show_summary(bench_planner(path), path)
 
 
+@bench_app.command("session")
+def bench_session_command(path: Results = Path("results/session.json")) -> None:
+    """New settings on loaded weights, Cancel, and a restart after a kill."""
+    from labkit.experiments.session_bench import bench_session
+
+    show_summary(bench_session(path), path)
+
+
 @bench_app.command("panel")
 def bench_panel_command(path: Results = Path("results/panel.json")) -> None:
     """From a knob's change to the redrawn memory bar."""

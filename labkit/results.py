@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from labkit.files import write_atomic
-
-PACKAGES = ("labkit", "torch", "triton", "transformers", "numpy", "pandas", "plotly", "ipywidgets")
+from labkit.versions import versions
 
 
 def at_least(value: float | None, bar: float, aim: float | None = None) -> dict[str, Any]:
@@ -32,17 +29,6 @@ def at_most(value: float | None, bar: float, aim: float | None = None) -> dict[s
 
 def _entry(kind: str, value: float | None, bar: float, aim: float | None, ok: bool) -> dict[str, Any]:
     return {"value": value, kind: bar, "aim": bar if aim is None else aim, "ok": bool(ok)}
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of what decides a number, and the machine."""
-    found = {"python": platform.python_version(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def write_results(

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from labkit.results import at_least, at_most, write_results  # noqa: E402
 from tests.reader_fuzz import MAX_GROWTH_MIB, MAX_SECONDS, find_targets, run_target  # noqa: E402
 
 RECORD = ROOT / "results" / "reader-fuzz.json"
@@ -47,20 +46,23 @@ def main() -> int:
 
 
 def _record(seed: int, outcomes: dict) -> None:
-    record = json.loads(RECORD.read_text()) if RECORD.is_file() else {"runs": []}
-    record["limits"] = {"cpu_s": MAX_SECONDS, "growth_mib": MAX_GROWTH_MIB, "errors": "labkit.errors.LabkitError only"}
-    record["runs"].append(
-        {
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "python": platform.python_version(),
-            "seed": seed,
-            "inputs": sum(entry["inputs"] for entry in outcomes.values()),
-            "failures": sum(len(entry["failures"]) for entry in outcomes.values()),
-            "targets": outcomes,
-        }
+    """Add this run to the record; the summary is over all runs in it."""
+    runs = json.loads(RECORD.read_text())["rows"] if RECORD.is_file() else []
+    failures = sum(len(entry["failures"]) for entry in outcomes.values())
+    inputs = sum(entry["inputs"] for entry in outcomes.values())
+    runs.append({"seed": seed, "inputs": inputs, "failures": failures, "targets": outcomes})
+    targets = [entry for run in runs for entry in run["targets"].values()]
+    write_results(
+        RECORD,
+        command=f"python tests/fuzz_readers.py --count {inputs} --seed {seed}",
+        rows=runs,
+        summary={
+            "inputs": at_least(sum(run["inputs"] for run in runs), 1_000_000),
+            "failures (anything but a LabkitError)": at_most(sum(run["failures"] for run in runs), 0),
+            "slowest input, CPU [s]": at_most(max(entry["slowest_s"] for entry in targets), MAX_SECONDS),
+            "largest growth [MiB]": at_most(max(entry["largest_growth_mib"] for entry in targets), MAX_GROWTH_MIB),
+        },
     )
-    RECORD.parent.mkdir(exist_ok=True)
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,15 +13,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import json
-import platform
 import random
 import sys
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any
-
-import numpy as np
 
 from labkit.engine.block_pool import HashFunction, block_hash
 from labkit.engine.engine import Engine, RequestOutput, StepResult
@@ -36,8 +30,8 @@ from labkit.engine.simulation import (
     virtual_model,
 )
 from labkit.errors import DoesNotFitError, LabkitError
-from labkit.files import write_atomic
 from labkit.memory.records import MemoryPlan
+from labkit.results import at_least, at_most, write_results
 from labkit.specs.engine_config import EngineConfig
 
 MAX_PREEMPTIONS = 10
@@ -334,20 +328,15 @@ def add_up(total: dict[str, int], report: SimulationReport) -> None:
     total["most_preemptions"] = max(total.get("most_preemptions", 0), report.most_preemptions)
 
 
-def results_of(total: dict[str, int], command: str) -> dict[str, Any]:
-    """The counts of many lives, none of which broke a rule, as a results file keeps them."""
-    steps = total["num_steps"]
-    return {
-        "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command,
-        "card": "virtual",
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
-        "rows": [total],
-        "summary": {
-            "steps": {"value": steps, "at_least": 1_000_000, "aim": 10_000_000, "ok": steps >= 1_000_000},
-            "broken_rules": {"value": 0, "at_most": 0, "ok": True},
-        },
-    }
+def record_results(path: str, total: dict[str, int], command: str) -> None:
+    """Write the counts of many lives, none of which broke a rule, as a results file."""
+    write_results(
+        path,
+        command=command,
+        card="virtual",
+        rows=[total],
+        summary={"steps": at_least(total["num_steps"], 1_000_000, 10_000_000), "broken rules": at_most(0, 0)},
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -369,7 +358,7 @@ def main(arguments: list[str] | None = None) -> int:
     print("seeds", options.seed, "to", options.seed + options.seeds - 1, total, "last digest", report.digest)
     if options.record:
         command = f"{parser.prog} --seed {options.seed} --seeds {options.seeds} --steps {options.steps}"
-        write_atomic(options.record, json.dumps(results_of(total, command), indent=1) + "\n")
+        record_results(options.record, total, command)
     return 0
 
 

@@ -13,7 +13,7 @@ from labkit.errors import OutOfRangeError, WorkerError
 from labkit.experiments.lab_session import LabSession
 from labkit.experiments.run import RunOptions
 from labkit.experiments.runner import Runner
-from labkit.measure.versions import versions
+from labkit.results import at_most, write_results
 from labkit.specs import synthetic_workload
 from labkit.specs.engine_config import EngineConfig
 
@@ -27,10 +27,14 @@ SETTINGS = (
 
 
 def bench_session(
-    model: str = "SmolLM2-135M-Instruct", *, repeats: int = 2, runner: Runner | None = None
+    path: str | os.PathLike[str] = "results/session.json",
+    *,
+    model: str = "SmolLM2-135M-Instruct",
+    repeats: int = 2,
+    runner: Runner | None = None,
 ) -> dict[str, Any]:
     """Seconds from asking to running for the first run, for other settings on loaded weights, and after a kill; and
-    from Cancel to the end of the run.
+    from Cancel to the end of the run. Written to `path` and returned.
 
     Raises:
         OutOfRangeError: `repeats` under 1.
@@ -46,22 +50,30 @@ def bench_session(
             reconfigured_s = [_until_running(session, config) for config in settings]
             cancelled_s = [_cancel(session) for _ in range(2 * repeats)]
             restarted_s = [_after_kill(session) for _ in range(repeats)]
-    return {
-        "what": "seconds from run() to the first step, by what had to be done; and from Cancel to the run's end",
-        "model": model,
-        "first_run_s": round(first_s, 3),
-        "other_settings_s": _spread(reconfigured_s),
-        "cancel_s": _spread(cancelled_s),
-        "after_worker_was_killed_s": _spread(restarted_s),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        "versions": versions(1),
-    }
+    rows = [
+        {"what": "first run, weights included", **_spread([first_s])},
+        {"what": "other settings on loaded weights", **_spread(reconfigured_s)},
+        {"what": "from Cancel to the end of the run", **_spread(cancelled_s)},
+        {"what": "run after the worker was killed, weights included", **_spread(restarted_s)},
+    ]
+    return write_results(
+        path,
+        command="labkit bench session",
+        rows=rows,
+        summary={
+            "new settings on loaded weights, median [s]": at_most(rows[1]["median_s"], 2.0, 1.0),
+            "Cancel, slowest [s]": at_most(rows[2]["max_s"], 1.0),
+        },
+        what="seconds from run() to the first step, by what had to be done; and from Cancel to the run's end",
+        model=model,
+        load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    )
 
 
 def _spread(seconds: list[float]) -> dict[str, Any]:
     return {
-        "median": round(statistics.median(seconds), 3),
-        "max": round(max(seconds), 3),
+        "median_s": round(statistics.median(seconds), 3),
+        "max_s": round(max(seconds), 3),
         "count": len(seconds),
     }
 

@@ -26,6 +26,7 @@ from example_runs import example_record, example_requests, example_steps
 
 from labkit.errors import StoreError
 from labkit.experiments.store import RunStore
+from labkit.results import at_least, at_most, write_results
 
 FIRST_FAULT = 100
 # Fault → what strace injects, and how the writer must end.
@@ -251,6 +252,21 @@ def _tear_unsynced_journal(path: Path, before: bytes, seed: int) -> None:
         os.truncate(journal, max(0, size - random.Random(seed).randint(1, 4096)))
 
 
+def _record(path: Path, result: dict, options: str) -> None:
+    injected = result.get("injected", {})
+    write_results(
+        path,
+        command=f"python tests/experiments/store_faults.py {options} --out {path}",
+        rows=[result],
+        summary={
+            "kills": at_least(result.get("kills", 0), 500),
+            "injected faults": at_least(sum(found["places"] for found in injected.values()), 100),
+            "acknowledged operations lost or double, damaged files": at_most(len(result["problems"]), 0),
+            "slowest open after a fault [s]": at_most(result.get("slowest_open_s", 0.0), 2.0),
+        },
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("mode", choices=("kills", "injected", "all"))
@@ -267,10 +283,9 @@ def main() -> int:
         result = kill_cycles(arguments.count, arguments.seed)
         result["injected"] = {fault: under_strace(fault, arguments.places) for fault in FAULTS}
         result["problems"] += [text for found in result["injected"].values() for text in found["problems"]]
-    text = json.dumps(result, indent=1)
-    print(text)
+    print(json.dumps(result, indent=1))
     if arguments.out:
-        arguments.out.write_text(text + "\n")
+        _record(arguments.out, result, f"{arguments.mode} --count {arguments.count} --places {arguments.places}")
     return 1 if result["problems"] else 0
 
 

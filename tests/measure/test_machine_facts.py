@@ -4,7 +4,7 @@ import psutil
 import pytest
 
 from labkit.measure.nvml import EnergyMeter
-from labkit.measure.versions import machine, versions
+from labkit.versions import machine, versions
 
 
 def test_versions_name_packages_python_and_machine():

@@ -1,4 +1,4 @@
-"""Which packages and which machine a run was made with."""
+"""Which packages and which machine a number was made with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ import psutil
 
 from labkit.format import memory
 
-PACKAGES = ("labkit", "torch", "triton", "transformers", "tokenizers", "numpy", "vllm")
+PACKAGES = (
+    "labkit",
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "pandas",
+    "plotly",
+    "ipywidgets",
+    "vllm",
+)
 
 
 def versions(num_threads: int | None = None) -> dict[str, str]:
