@@ -155,6 +155,8 @@ def notes_vllm(
     notes = list(model.notes)
     if rules.note:
         notes.append(rules.note)
+    if config.gpu_memory_utilization == 0.92 != rules.utilization:
+        notes.append(f"planned with utilization 0.92; the default of vLLM {rules.text} is {rules.utilization:g}")
     if calibration.source:
         notes.append(f"calibrated by {calibration.source}")
     blocks = {group.page.block_tokens for group in rank.layout.groups}

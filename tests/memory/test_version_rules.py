@@ -55,6 +55,14 @@ def test_when_a_rule_changed(name, before, after):
         assert getattr(vllm_rules(version), name) == value
 
 
+def test_an_older_versions_default_utilization_is_noted():
+    model, config = catalogue_model("Qwen/Qwen3-8B"), EngineConfig(max_model_len=8192)
+    assert any("0.9" in note for note in plan(model, H100, config, engine="vllm", engine_version="0.19.0").notes)
+    assert not plan(model, H100, config, engine="vllm", engine_version="0.25.0").notes
+    stated = config.replace(gpu_memory_utilization=0.9)
+    assert not plan(model, H100, stated, engine="vllm", engine_version="0.19.0").notes
+
+
 def test_graphs_move_into_the_budget_with_0_21():
     model = catalogue_model("Qwen/Qwen3-30B-A3B")
     config = EngineConfig(max_model_len=8192)
