@@ -1,0 +1,74 @@
+"""Write README's accuracy table from `results/planner.json`; `--check` fails when the README is older.
+
+Usage: .venv/bin/python tools/make_accuracy_table.py [--check]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+START, END = "<!-- accuracy -->", "<!-- /accuracy -->"
+SERVERS = (("h100_vllm_0_19", "vLLM 0.19, H100"), ("h200_vllm_0_25", "vLLM 0.25, H200, changed flags"))
+PARTS = (
+    ("pool_percent", "KV pool", "%"),
+    ("tokens_percent", "KV tokens", "%"),
+    ("weights_percent", "weights", "%"),
+    ("activation_gib", "activation peak", "GiB"),
+    ("graphs_gib", "CUDA graphs", "GiB"),
+)
+
+
+def table(results: dict[str, Any]) -> str:
+    """The table in Markdown: mean absolute and largest error for each part, on fitted and on unseen runs."""
+    lines = [
+        "| servers | part | all runs fitted: mean, largest | model unseen | setting unseen |",
+        "|---|---|---|---|---|",
+    ]
+    for key, title in SERVERS:
+        fitted = results[key]
+        unseen = [results[name][key] for name in ("leaving_out_whole_models", "leaving_out_whole_settings")]
+        for part, words, unit in PARTS:
+            if part not in fitted:
+                continue
+            cells = [_cell(group[part], unit) for group in (fitted, *unseen)]
+            lines.append(f"| {title}, {fitted['num_runs']} runs | {words} | {' | '.join(cells)} |")
+    reports, golden = results["public_reports"], results["golden_table"]
+    verdicts = results["verdicts"]
+    lines += [
+        "",
+        f"Public reports: {reports['exact_or_inside_print_rounding']} of {reports['numbers']} printed numbers exact or "
+        f"inside print rounding. vLLM's own planner: {golden['exact_or_inside_print_rounding']} of {golden['numbers']} "
+        f"numbers exact. Fits or not: {verdicts['right']} of {verdicts['cases']} right, "
+        f'{len(verdicts["may_not_fit"])} "may not fit", {len(verdicts["false_fits"])} false "fits".',
+    ]
+    return "\n".join(lines)
+
+
+def _cell(error: dict[str, float], unit: str) -> str:
+    return f"{error['mean_absolute']:.2f} {unit}, {abs(error['largest']):.2f} {unit}"
+
+
+def filled(readme: str, results: dict[str, Any]) -> str:
+    """`readme` with the table between its marks."""
+    before, rest = readme.split(START, 1)
+    after = rest.split(END, 1)[1]
+    return f"{before}{START}\n{table(results)}\n{END}{after}"
+
+
+def main() -> int:
+    """Write, or with `--check` compare; the exit code."""
+    readme = README.read_text()
+    wanted = filled(readme, json.loads((ROOT / "results" / "planner.json").read_text()))
+    if "--check" in sys.argv:
+        return int(wanted != readme)
+    README.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
