@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,6 +30,9 @@ from labkit.terminal import (
     show_table,
     warn,
 )
+
+if TYPE_CHECKING:
+    from labkit.memory.records import MemoryPlan
 
 app = typer.Typer(
     help="labkit: a laboratory for the memory of LLM serving.",
@@ -109,6 +112,7 @@ def plan(
     available_kv_gib: Annotated[float | None, typer.Option(help="KV memory that a log states [GiB].")] = None,
     weights_gib: Annotated[float | None, typer.Option(help="Weights of one rank [GiB].")] = None,
     log: Annotated[Path | None, typer.Option(help="A start-up log of the host, for its own constants.")] = None,
+    workload: Annotated[str | None, typer.Option(help="A trace: how many of its requests hold KV at once.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a configuration means for memory: parts, KV tokens, what fits, which limit binds, and why."""
@@ -120,10 +124,24 @@ def plan(
         available_kv_gib=available_kv_gib, weights_gib=weights_gib, calibration=read_log_file(log) if log else None,
     )  # fmt: skip
     found = question.plan()
+    at_once = requests_at_once(found, workload) if workload else {}
     if as_json:
-        show_json({**plan_json(found), **answers_json(question)})
-    else:
-        show_plan(found)
+        show_json({**plan_json(found), **answers_json(question), **at_once})
+        return
+    show_plan(found)
+    for name, value in at_once.items():
+        out(f"{name.replace('_', ' ')}: {shown.count(value)}")
+
+
+def requests_at_once(found: MemoryPlan, workload: str) -> dict[str, int]:
+    """How many requests of a trace hold KV at once, by their own lengths instead of the longest."""
+    from labkit.memory.questions import concurrent_requests
+    from labkit.specs import load_workload
+
+    requests = load_workload(workload, limit=10_000).requests
+    lengths = [request.input_tokens + request.output_tokens for request in requests]
+    longest = found.config.max_model_len or max(lengths)
+    return {"concurrent_requests_of_workload": concurrent_requests(found, [min(size, longest) for size in lengths])}
 
 
 @app.command("explain-log")

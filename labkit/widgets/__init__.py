@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BlockSizeExperiment", "Panel", "bench_panel"]
+__all__ = ["BlockSizeExperiment", "LogBox", "Panel", "bench_panel"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,6 +16,10 @@ def __getattr__(name: str) -> Any:
         from labkit.widgets.experiment import BlockSizeExperiment
 
         return BlockSizeExperiment
+    if name == "LogBox":
+        from labkit.widgets.log_box import LogBox
+
+        return LogBox
     if name == "bench_panel":
         from labkit.widgets.bench import bench_panel
 
