@@ -31,11 +31,8 @@ def _gated_kernel(x, out, inner, tiles, x_token, o_token, KIND: tl.constexpr, TI
     mask = d < inner
     gate = tl.load(x + token * x_token + d, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + token * x_token + inner + d, mask=mask, other=0.0).to(tl.float32)
-    if KIND == "silu":
-        y = _silu(gate) * up
-    else:
-        y = _gelu_tanh(gate) * up
-    tl.store(out + token * o_token + d, y.to(out.dtype.element_ty), mask=mask)
+    y = _silu(gate) if KIND == "silu" else _gelu_tanh(gate)
+    tl.store(out + token * o_token + d, (y * up).to(out.dtype.element_ty), mask=mask)
 
 
 def _tile(num_tokens: int, inner: int) -> int:

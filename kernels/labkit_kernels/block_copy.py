@@ -115,7 +115,7 @@ def _check_pairs(pairs: torch.Tensor, device: torch.device) -> None:
 
 
 def launch_copy(source: BlockCaches, target: BlockCaches, pairs: torch.Tensor, programs: int) -> None:
-    """Copies block pairs[i, 0] of every source cache to block pairs[i, 1] of its target cache, on the current stream."""
+    """Copies block pairs[i, 0] of every source cache to block pairs[i, 1] of its target cache, on the stream of now."""
     if len(source.caches) != len(target.caches) or source.block_bytes != target.block_bytes:
         raise KernelValueError(
             f"source has {len(source.caches)} caches with blocks of {source.block_bytes} bytes, "
@@ -155,7 +155,7 @@ class BlockSwapper:
         self.device_pool = block_caches(device_caches)
         self._device = self.device_pool.table.device
         self.host_pool = block_caches(host_caches, self._device)
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> torch.cuda.Event | None:
         """Copies (device block, host block) pairs to the host; returns the event of its end (None without a card)."""
@@ -173,13 +173,13 @@ class BlockSwapper:
     def _swap(self, source: BlockCaches, target: BlockCaches, pairs: Sequence[tuple[int, int]]):
         _check_ids(pairs, source.num_blocks, target.num_blocks)
         table = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
-        if self._stream is None:
+        if self.stream is None:
             launch_copy(source, target, table, SWAP_PROGRAMS)
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self.stream):
             launch_copy(source, target, table.pin_memory().to(self._device, non_blocking=True), SWAP_PROGRAMS)
-            return self._stream.record_event()
+            return self.stream.record_event()
 
 
 def _check_ids(pairs: Sequence[tuple[int, int]], num_sources: int, num_targets: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def pool(hidden_states: torch.Tensor, starts: Sequence[int], kind: str, *, normalise: bool = True) -> torch.Tensor:
     """Last token or mean of the rows starts[i] to starts[i + 1] - 1, divided by its Euclidean length; zeros if none."""
     rows = []
-    for begin, end in zip(starts[:-1], starts[1:], strict=True):
+    for begin, end in pairwise(starts):
         tokens = hidden_states[begin:end]
         if begin == end:
             rows.append(hidden_states.new_zeros(hidden_states.shape[1]))

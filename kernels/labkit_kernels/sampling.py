@@ -102,7 +102,7 @@ def _largest(logits, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _pivot_sums(logits, vocab, top, factor, PIVOTS: tl.constexpr, TILE: tl.constexpr):
-    """How many tokens, and what mass relative to the top's, lie within 1, 2, 4, … natural-log units of it; last: all."""
+    """How many tokens, and what mass relative to the top's, lie within 1, 2, 4, … nats of it; last: all."""
     reach = tl.exp2(tl.arange(0, PIVOTS).to(tl.float32)) * 1.4426950408889634
     reach = tl.where(tl.arange(0, PIVOTS) == PIVOTS - 1, float("inf"), reach)
     counts = tl.zeros([PIVOTS, TILE], tl.int32)

@@ -1,0 +1,220 @@
+"""The kernels around attention on a card: the CPU tests' grids in all dtypes, graphs, swaps beside computation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from labkit_kernels import block_copy, reference_ops
+from labkit_kernels.awq_matmul import awq_matmul
+from labkit_kernels.norms import add_rms_norm
+from labkit_kernels.sampling import greedy, sample
+from labkit_kernels.testing_ops import (
+    activation_error,
+    awq_error,
+    awq_weight,
+    norm_error,
+    pool_error,
+    rope_error,
+    sampling_tensors,
+)
+
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}
+DTYPES = tuple(TOLERANCE)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7, 576), (1, 5120), (3000, 4096), (2000, 9, 128), (7, 16384), (5, 1)])
+def test_norms(shape, dtype):
+    for add in (False, True):
+        assert norm_error(shape, dtype, "cuda", add=add, offset=add) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations(dtype):
+    for tokens, inner in ((7, 1536), (1, 14336), (3000, 5120), (3, 77)):
+        assert activation_error(tokens, inner, dtype, "cuda") < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope(interleaved, dtype):
+    for heads, rotary in (((32, 8, 128), 128), ((9, 3, 64), 64), ((7, 1, 80), 32), ((4, 4, 256), 64), ((5, 5, 96), 96)):
+        for norm in (False, True):
+            error = rope_error(heads, rotary, dtype, "cuda", interleaved=interleaved, norm=norm)
+            assert error < TOLERANCE[dtype], (heads, norm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pooling(dtype):
+    for lengths, hidden in (((1, 0, 33, 700), 576), ((8000,), 1024), ((5,) * 300, 5120)):
+        assert pool_error(lengths, hidden, dtype, "cuda") < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 7, 16, 33, 64, 200, 1100])
+def test_awq(rows, dtype):
+    for inputs, outputs, group in ((4096, 1024, 128), (576, 1536, 64), (5120, 136, 32), (1536, 264, -1)):
+        weight = awq_weight(inputs, outputs, group, "cuda", torch.float16)
+        assert awq_error(rows, weight, dtype) < TOLERANCE[dtype], (inputs, outputs, group)
+
+
+CASES = ((1.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0), (1.3, 0, 0.9, 0.0), (1.0, 1000, 0.95, 0.0), (0.6, 20, 0.8, 0.05),
+         (1.0, 0, 1.0, 0.1), (0.05, 0, 0.999, 0.0), (3.0, 20000, 0.5, 0.0))  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+@pytest.mark.parametrize("case", CASES)
+def test_sampling_equals_reference(case, scale):
+    temperature, k, p, m = case
+    logits = torch.randn(3, 151936, device="cuda") * scale
+    parameters = sampling_tensors(
+        3, "cuda", temperature=temperature, top_k=k, top_p=p, min_p=m, seeds=[5, -(2**62), 2**63 - 1], positions=9
+    )
+    thresholds = torch.empty(3, device="cuda")
+    tokens = sample(logits, parameters, thresholds=thresholds)
+    for row in range(3):
+        kept = logits[row] >= thresholds[row]
+        want = reference_ops.support(logits[row], temperature, k, p, 0.0)
+        # Over 100,000 tokens a float32 sum may end top-p one or two tokens off.
+        assert int((kept != want).sum()) <= (2 if p < 1 and int(want.sum()) > 1000 else 0)
+        draw = reference_ops.sample(logits[row].cpu(), temperature, k, p, m, int(parameters.seeds[row]), 9)
+        assert int(tokens[row]) == draw
+
+
+@pytest.mark.parametrize("case", [(1.0, 0, 1.0), (0.8, 7, 1.0), (1.0, 0, 0.9)])
+def test_sampled_frequencies(case):
+    temperature, k, p = case
+    draws = 40000
+    row = torch.randn(300, device="cuda") * 2
+    logits = row.expand(draws, -1)
+    tokens = sample(logits, sampling_tensors(draws, "cuda", temperature=temperature, top_k=k, top_p=p, positions=3))
+    kept = reference_ops.support(row, temperature, k, p, 0.0)
+    probabilities = (row.double() / temperature).masked_fill(~kept, float("-inf")).softmax(-1)
+    counts = torch.bincount(tokens, minlength=300).double()
+    assert not counts[~kept].any()
+    likely = probabilities * draws >= 10
+    terms = ((counts - probabilities * draws).square() / (probabilities * draws))[likely]
+    freedom = int(likely.sum())
+    assert float(terms.sum()) < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_greedy_takes_the_first_of_equals():
+    for dtype in DTYPES:
+        logits = torch.randn(5, 151936, device="cuda").to(dtype)
+        logits[2, [70000, 9, 151935]] = 50.0
+        assert torch.equal(greedy(logits), logits.float().argmax(-1))
+        assert int(greedy(logits)[2]) == 9
+
+
+def test_graph_replays_with_fresh_parameters():
+    logits = torch.randn(4, 32000, device="cuda")
+    parameters = sampling_tensors(4, "cuda", top_p=0.9)
+    x, residual = torch.randn(4, 4096, device="cuda").half(), torch.randn(4, 4096, device="cuda").half()
+    weight, projection = torch.randn(4096, device="cuda").half(), awq_weight(4096, 512, 128, "cuda")
+    tokens, normed = torch.empty(4, dtype=torch.int64, device="cuda"), torch.empty_like(x)
+    product = torch.empty(4, 512, dtype=torch.float16, device="cuda")
+
+    def step():
+        sample(logits, parameters, out=tokens)
+        add_rms_norm(x, residual, weight, 1e-6, out=normed)
+        awq_matmul(normed, projection, out=product)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for temperature, k in ((1.0, 0), (0.5, 40), (0.0, 0)):
+        logits.normal_()
+        parameters.temperature.fill_(temperature)
+        parameters.top_k.fill_(k)
+        parameters.positions.add_(1)
+        before = residual.clone()
+        graph.replay()
+        assert torch.equal(tokens, sample(logits, parameters))
+        assert torch.equal(residual, before + x)
+        assert torch.equal(product, awq_matmul(normed, projection))
+
+
+@pytest.fixture
+def pools():
+    shape = (64, 16, 8, 128)
+    device = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
+    return device, [torch.zeros(shape, dtype=torch.bfloat16).pin_memory() for _ in range(8)]
+
+
+def test_swap_out_and_in_again(pools):
+    device, host = pools
+    swapper = block_copy.BlockSwapper(device, host)
+    before = [cache.clone() for cache in device]
+    out = swapper.swap_out([(3, 10), (60, 0), (7, 63)])
+    out.synchronize()
+    for cache, saved in zip(before, host, strict=True):
+        assert torch.equal(cache[[3, 60, 7]].cpu(), saved[[10, 0, 63]])
+        assert not saved[1].any()
+    swapper.wait(out)
+    for cache in device:
+        cache.zero_()
+    swapper.wait(swapper.swap_in([(10, 5), (0, 6), (63, 3)]))
+    for cache, old in zip(device, before, strict=True):
+        assert torch.equal(cache[[5, 6, 3]], old[[3, 60, 7]])
+        assert not cache[7].any()
+
+
+def test_swap_runs_beside_computation(pools):
+    device, host = pools
+    swapper = block_copy.BlockSwapper(device, host)
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    swapper.swap_out([(0, 0)]).synchronize()
+    pairs = [(i, i) for i in range(64)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    marks[0].record()
+    event = swapper.swap_out(pairs)
+    finished_early = False
+    for _ in range(200):
+        a @ a
+        finished_early = finished_early or event.query()
+    marks[1].record()
+    still_computing = not marks[1].query()
+    event.synchronize()
+    ended_first = not marks[1].query()
+    torch.cuda.synchronize()
+    assert finished_early or (still_computing and ended_first)
+
+
+def test_copy_inside_a_graph(pools):
+    device, _ = pools
+    pool, pairs = block_copy.block_caches(device), torch.tensor([[0, 1], [5, 9], [-1, 3]], device="cuda")
+    block_copy.copy_blocks(pool, pairs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        block_copy.copy_blocks(pool, pairs)
+    pairs.copy_(torch.tensor([[2, 30], [31, 4], [8, -1]]))
+    want = [cache.clone() for cache in device]
+    reference_ops.copy_blocks(want, [(2, 30), (31, 4)])
+    graph.replay()
+    assert all(torch.equal(have, cache) for have, cache in zip(device, want, strict=True))
+
+
+def test_copy_beyond_32_bit_offsets():
+    blocks = 2**31 // (16 * 8 * 128) + 10
+    cache = torch.empty(blocks, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    cache[blocks - 1] = 3.0
+    cache[0] = 0.0
+    block_copy.copy_blocks(block_copy.block_caches([cache]), torch.tensor([[blocks - 1, 0]], device="cuda"))
+    assert bool((cache[0] == 3.0).all())
+
+
+def test_pageable_host_memory_is_refused(pools):
+    device, host = pools
+    with pytest.raises(block_copy.KernelTypeError, match="pageable"):
+        block_copy.BlockSwapper(device, [cache.clone() for cache in host])

@@ -1,0 +1,51 @@
+"""The kernels around attention compiled for three architectures: no spills, wide copies, matrix units."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+SCRIPT = Path(__file__).with_name("ops_launches.py")
+ARCHITECTURES = (80, 89, 90)
+WIDE_LOADS = ("norm", "norm 576", "norm 5120", "silu", "gelu", "rope", "pool sum", "copy", "greedy", "sample")
+WIDE_STORES = ("norm", "norm 576", "silu", "rope", "copy", "awq 64", "awq 512", "awq dequantise")
+
+
+@cache
+def reports(arch: int) -> dict[str, dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, str(arch)], env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_spills_and_shared_memory_fits(arch):
+    for name, report in reports(arch).items():
+        assert report["spill_bytes"] == 0, name
+        assert report["shared_bytes"] <= report["shared_limit"], name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_copies_are_16_bytes_wide(arch):
+    assert {name for name in WIDE_LOADS if not reports(arch)[name]["wide_loads"]} == set()
+    assert {name for name in WIDE_STORES if not reports(arch)[name]["wide_stores"]} == set()
+    awq = {name for name in ("awq 1", "awq 64", "awq 512") if not reports(arch)[name]["wide_async_copies"]}
+    assert awq == set()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_awq_uses_matrix_instructions(arch):
+    for name in ("awq 1", "awq 64", "awq 512"):
+        wgmma = arch == 90 and name != "awq 1"
+        assert reports(arch)[name]["wgmma" if wgmma else "mma"] > 0, name
