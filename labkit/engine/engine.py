@@ -78,7 +78,7 @@ class Engine:
         decoder: what the executor runs; None with an executor that has its own or needs none.
         plan: resolved configuration and numbers of blocks, from `labkit.memory.plan(…, engine="labkit")`.
         seed: for requests without one.
-        executor: computes the steps; by default a `CpuExecutor` over `decoder`.
+        executor: computes the steps; by default one over `decoder`, on the card when that is where its weights are.
         clock: seconds, rising; a virtual one for simulation.
         detokenize: token ids → text, needed for stop strings.
         hash_function: of prefix blocks.
@@ -104,7 +104,8 @@ class Engine:
         self._clock = clock or time.monotonic
         self._detokenize = detokenize
         self._hash_function = hash_function
-        self._executor = executor if executor is not None else _cpu_executor(decoder, plan)
+        self._executor = executor if executor is not None else _default_executor(decoder, plan)
+        self.plan = getattr(self._executor, "plan", plan)
         self._sequences: dict[int, Sequence] = {}
         self._finished: list[RequestOutput] = []
         self._next_index = 0
@@ -179,7 +180,7 @@ class Engine:
         """
         _check_plan(plan)
         self._executor.reconfigure(plan)
-        self.plan = plan
+        self.plan = getattr(self._executor, "plan", plan)
         self._scheduler = self._new_scheduler()
         for sequence in list(self._sequences.values()):
             self._requeue(sequence)
@@ -350,7 +351,12 @@ def _check_plan(plan: MemoryPlan) -> None:
         )
 
 
-def _cpu_executor(decoder: Any, plan: MemoryPlan) -> Executor:
-    from labkit.engine.cpu_executor import CpuExecutor  # torch is imported only where it computes
+def _default_executor(decoder: Any, plan: MemoryPlan) -> Executor:
+    """torch and Triton are imported only where they compute."""
+    if getattr(getattr(decoder, "device", None), "type", "cpu") == "cuda":
+        from labkit.engine.cuda_executor import CudaExecutor
+
+        return CudaExecutor(decoder, plan)
+    from labkit.engine.cpu_executor import CpuExecutor
 
     return CpuExecutor(decoder, plan)

@@ -117,7 +117,7 @@ class Decoder:
         self._all_reduce = all_reduce
         self._activation = activation(spec.hidden_act)
         scale = torch.tensor(spec.hidden_size**0.5 if spec.scale_embeddings else 1.0, dtype=self.dtype)
-        self._embedding_scale = float(scale)
+        self.embedding_scale = float(scale)
         self._plans: tuple[_LayerPlan, ...] = ()
         self._tables: tuple[RotaryTable, ...] = ()
         self.max_positions = 0
@@ -143,6 +143,19 @@ class Decoder:
             plans.append(_LayerPlan(heads, kv_heads, layer.head_dim, layer.v_head_dim or layer.head_dim, table))
         self._plans, self._tables, self.max_positions = tuple(plans), tuple(tables.values()), max_positions
 
+    def rotary_table(self, layer_index: int) -> RotaryTable | None:
+        """The table that rotates Q and K of a layer; None where it has no rotary embedding."""
+        return self._plans[layer_index].table
+
+    def heads(self, layer_index: int) -> tuple[int, int, int]:
+        """Query heads and KV heads of this rank in a layer, and their width."""
+        plan = self._plans[layer_index]
+        return plan.num_heads, plan.num_kv_heads, plan.head_dim
+
+    def reduced(self, partial: torch.Tensor) -> torch.Tensor:
+        """`partial` summed over the ranks that share a layer."""
+        return partial if self._all_reduce is None else self._all_reduce(partial)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights, tied embeddings once, rotary tables not included."""
@@ -163,8 +176,8 @@ class Decoder:
             attention: mixes the tokens within their sequences.
         """
         hidden = F.embedding(token_ids, self.weights.embedding)
-        if self._embedding_scale != 1.0:
-            hidden = hidden * self._embedding_scale
+        if self.embedding_scale != 1.0:
+            hidden = hidden * self.embedding_scale
         rows = {id(table): table.rows(positions) for table in self._tables}
         for index, (layer, plan) in enumerate(zip(self.weights.layers, self._plans, strict=True)):
             rotation = rows[id(plan.table)] if plan.table is not None else None
@@ -193,8 +206,7 @@ class Decoder:
         hidden = mixed.add_(hidden)
         inner = self._norm(hidden, layer.mlp_norm)
         out = self._mlp(layer, inner) if layer.moe is None else route_tokens(inner, layer.moe, self._activation)
-        if self._all_reduce is not None:
-            out = self._all_reduce(out)
+        out = self.reduced(out)
         if layer.after_mlp_norm is not None:
             out = self._norm(out, layer.after_mlp_norm)
         return out.add_(hidden)
@@ -218,7 +230,7 @@ class Decoder:
             qk = plan.table.rotate(qk, rotation)
         mixed = attention.attend(index, qk[:, :num_heads], qk[:, num_heads:], v)
         out = project(mixed.view(num_tokens, num_heads * plan.v_head_dim), layer.output, layer.output_bias)
-        return out if self._all_reduce is None else self._all_reduce(out)
+        return self.reduced(out)
 
     def _mlp(self, layer: LayerWeights, inner: torch.Tensor) -> torch.Tensor:
         wide = project(inner, layer.gate_up, layer.gate_up_bias)  # type: ignore[arg-type]

@@ -1,0 +1,142 @@
+"""`CudaAttention`: the decoder's attention over block tables with labkit's kernels.
+
+Rows with one new token come first in a step and go through the decode kernel, the others through the prefill kernel:
+one long prompt must not slow down those that only decode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from labkit_kernels.decode_plan import DecodeWorkspace
+from labkit_kernels.kv_write import KVTarget, write_kv
+from labkit_kernels.paged_decode import paged_decode
+from labkit_kernels.paged_prefill import paged_prefill
+from labkit_kernels.rope_write import Rotary, rope_and_write
+from labkit_kernels.scores import Scores
+
+from labkit.engine.cuda_cache import CudaKVCache, LayerCache
+from labkit.models.attention import attention_scale
+from labkit.specs.model_spec import LayerSpec, ModelSpec
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """Who owns which rows of a step; every tensor is on the device. B sequences, T tokens, P of B prefill.
+
+    Attributes:
+        num_decodes: sequences with one new token; they and their tokens come first.
+        slot_mapping: int64 [T], block · block_size + offset of each token; negative writes nothing.
+        seq_lens: int32 [B], tokens in the cache when the step is done; 0 for padding.
+        block_tables: int32 [B, blocks].
+        query_starts: int32 [P + 1], first token of each prefill counted from the first prefill token; None without.
+        max_query_len: longest prefill.
+    """
+
+    num_decodes: int
+    slot_mapping: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    query_starts: torch.Tensor | None = None
+    max_query_len: int = 1
+
+
+class CudaAttention:
+    """Attention of one engine on a card; see `labkit.models.attention.AttentionBackend`.
+
+    Args:
+        spec: the model.
+        cache: where keys and values live.
+        max_num_seqs, max_model_len: size the decode kernel's plan and scratch.
+        tp_size: ranks that share the heads.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, cache: CudaKVCache, *, max_num_seqs: int, max_model_len: int, tp_size: int = 1
+    ) -> None:
+        self._cache = cache
+        self._targets = tuple(_target(layer) for layer in cache.layers)
+        self._scores = tuple(
+            _scores(spec, layer, cached) for layer, cached in zip(spec.layers, cache.layers, strict=True)
+        )
+        self._workspaces: dict[tuple, DecodeWorkspace] = {}
+        self._of_layer: list[DecodeWorkspace] = []
+        for layer, cached in zip(spec.layers, cache.layers, strict=True):
+            key = (layer.num_heads // tp_size, cached.k.shape[2], layer.head_dim, _window(layer))
+            if key not in self._workspaces:
+                self._workspaces[key] = DecodeWorkspace(
+                    max_batch=max_num_seqs, max_seq_len=max_model_len, num_q_heads=key[0], num_kv_heads=key[1],
+                    head_dim=key[2], kv_dtype=cached.k.dtype, device=cached.k.device, window=key[3],
+                )  # fmt: skip
+            self._of_layer.append(self._workspaces[key])
+        self._rows: AttentionRows | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of plan and scratch."""
+        return sum(workspace.num_bytes for workspace in self._workspaces.values())
+
+    def begin(self, rows: AttentionRows) -> None:
+        """Announce a step and plan its split over the card; all on the device, so that it can be captured."""
+        self._rows = rows
+        if rows.num_decodes:
+            for workspace in self._workspaces.values():
+                workspace.plan(rows.seq_lens[: rows.num_decodes])
+
+    def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        write_kv(k, v, self._current().slot_mapping, self._targets[layer_index])
+        return self._mix(layer_index, q)
+
+    def attend_rotated(
+        self,
+        layer_index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        rotary: Rotary,
+    ) -> torch.Tensor:
+        """`attend` with the heads' norm and rotation and the cache write in one launch; q and k come unrotated."""
+        slots = self._current().slot_mapping
+        return self._mix(layer_index, rope_and_write(q, k, v, positions, slots, rotary, self._targets[layer_index]))
+
+    def _current(self) -> AttentionRows:
+        if self._rows is None:
+            raise RuntimeError("begin was not called for this step")
+        return self._rows
+
+    def _mix(self, layer_index: int, q: torch.Tensor) -> torch.Tensor:
+        rows, cached, scores = self._current(), self._cache.layers[layer_index], self._scores[layer_index]
+        count = rows.num_decodes
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if count:
+            paged_decode(
+                q[:count], cached.k, cached.v, rows.block_tables[:count], rows.seq_lens[:count], scores,
+                workspace=self._of_layer[layer_index], out=out[:count],
+            )  # fmt: skip
+        if rows.query_starts is not None:
+            paged_prefill(
+                q[count:], cached.k, cached.v, rows.block_tables[count:], rows.seq_lens[count:], rows.query_starts,
+                scores, max_query_len=rows.max_query_len, out=out[count:],
+            )  # fmt: skip
+        return out
+
+
+def _window(layer: LayerSpec) -> int | None:
+    return layer.window if layer.kind == "sliding" else None
+
+
+def _target(cached: LayerCache) -> KVTarget:
+    return KVTarget(cached.k, cached.v, k_token_scales=cached.k_scales, v_token_scales=cached.v_scales)
+
+
+def _scores(spec: ModelSpec, layer: LayerSpec, cached: LayerCache) -> Scores:
+    return Scores(
+        scale=attention_scale(spec, layer),
+        window=_window(layer),
+        softcap=spec.attention_softcap or 0.0,
+        k_token_scales=cached.k_scales,
+        v_token_scales=cached.v_scales,
+    )

@@ -1,0 +1,177 @@
+"""`CudaKVCache`: the paged keys and values of every layer on a card, in the layout and number formats of the kernels.
+
+One allocation holds all layers, so that giving it back leaves nothing behind. K and V of a layer are views of it,
+`[num_blocks, block_size, num_kv_heads, head_dim]`, with float32 scales `[num_blocks, block_size, num_kv_heads]` beside
+them where each token and head has its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from labkit.errors import UnsupportedError
+from labkit.specs.model_spec import LayerSpec, ModelSpec
+
+EIGHT_BIT = MappingProxyType(
+    {
+        "fp8": torch.float8_e4m3fn,
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
+        "int8_per_token_head": torch.int8,
+        "fp8_per_token_head": torch.float8_e4m3fn,
+    }
+)
+_TOKEN_SCALED = ("int8_per_token_head", "fp8_per_token_head")
+_ALIGNMENT_BYTES = 256
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's views; scales are None where the format has none of its own for each token."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The views that are there."""
+        return tuple(tensor for tensor in (self.k, self.v, self.k_scales, self.v_scales) if tensor is not None)
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """How one engine stores KV.
+
+    Attributes:
+        heads: (num_kv_heads, head_dim) of each layer on this rank.
+        block_size: tokens in a block.
+        storage: element type in memory.
+        has_token_scales: a float32 scale for each token and head beside K and V.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    block_size: int
+    storage: torch.dtype
+    has_token_scales: bool
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(sum(self._part_bytes(*heads)) for heads in self.heads)
+
+    def _part_bytes(self, num_kv_heads: int, head_dim: int) -> list[int]:
+        rows = self.block_size * num_kv_heads
+        parts = [rows * head_dim * self.storage.itemsize] * 2
+        return parts + [rows * 4] * 2 if self.has_token_scales else parts
+
+    def allocate(self, num_blocks: int, device: torch.device, *, pinned: bool = False) -> _Pool:
+        """All layers' views over one new allocation, which holds whatever was there before."""
+        sizes = [size * num_blocks for heads in self.heads for size in self._part_bytes(*heads)]
+        steps = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
+        flat = torch.empty(sum(steps), dtype=torch.uint8, device=device, pin_memory=pinned)
+        starts = iter([sum(steps[:index]) for index in range(len(steps))])
+        return _Pool(flat, tuple(self._views(flat, starts, num_blocks, *heads) for heads in self.heads))
+
+    def _views(self, flat: torch.Tensor, starts, num_blocks: int, num_kv_heads: int, head_dim: int) -> LayerCache:
+        views = []
+        for number, size in enumerate(self._part_bytes(num_kv_heads, head_dim)):
+            start = next(starts)
+            part = flat[start : start + size * num_blocks]
+            shape = (num_blocks, self.block_size, num_kv_heads)
+            views.append(
+                part.view(self.storage).view(*shape, head_dim) if number < 2 else part.view(torch.float32).view(shape)
+            )
+        return LayerCache(*views)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    flat: torch.Tensor
+    layers: tuple[LayerCache, ...]
+
+
+def cache_format(
+    spec: ModelSpec, block_size: int, kv_cache_dtype: str, dtype: torch.dtype, tp_size: int = 1
+) -> CacheFormat:
+    """The format for a model and its knobs; `dtype` is that of activations, which "auto" means.
+
+    Raises:
+        UnsupportedError: layers or a KV type that the kernels cannot read.
+    """
+    storage = EIGHT_BIT.get(kv_cache_dtype)
+    if storage is None:
+        if kv_cache_dtype not in ("auto", str(dtype).removeprefix("torch.")):
+            raise UnsupportedError(
+                f"the GPU engine does not store KV as {kv_cache_dtype} beside {str(dtype).removeprefix('torch.')}",
+                works=", ".join(("auto", *EIGHT_BIT)),
+                knob="kv_cache_dtype",
+            )
+        storage = dtype
+    heads = tuple(_heads(spec, layer, tp_size) for layer in spec.layers)
+    return CacheFormat(heads, block_size, storage, kv_cache_dtype in _TOKEN_SCALED)
+
+
+def _heads(spec: ModelSpec, layer: LayerSpec, tp_size: int) -> tuple[int, int]:
+    same_widths = layer.v_head_dim in (None, layer.head_dim)
+    if layer.kind not in ("full", "sliding") or layer.shares_kv_with is not None or not same_widths:
+        raise UnsupportedError(
+            f"the GPU engine does not run {spec.model_type}: its kernels lack {layer.kind} layers of this form",
+            works="models whose layers are full or sliding, with keys as wide as values; or gpu='cpu'",
+        )
+    return max(1, layer.num_kv_heads // tp_size), layer.head_dim
+
+
+class CudaKVCache:
+    """Device pool and pinned host pool of one engine.
+
+    Args:
+        form: from `cache_format`.
+        num_blocks, num_swap_blocks: blocks on the device and in host memory.
+        device: of the pool; the host pool is pinned where it is a card.
+    """
+
+    def __init__(self, form: CacheFormat, num_blocks: int, num_swap_blocks: int, device: torch.device) -> None:
+        self.form = form
+        self.num_blocks = num_blocks
+        self._pool = form.allocate(num_blocks, device)
+        pinned = device.type == "cuda" and num_swap_blocks > 0
+        self._host = form.allocate(num_swap_blocks, torch.device("cpu"), pinned=pinned)
+
+    @property
+    def layers(self) -> tuple[LayerCache, ...]:
+        """The views of each layer."""
+        return self._pool.layers
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the device pool."""
+        return self._pool.flat.nbytes
+
+    @property
+    def address(self) -> int:
+        """Where the device pool lies; captured graphs hold on to it."""
+        return self._pool.flat.data_ptr()
+
+    def swap(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> None:
+        """Copy blocks to the host pool, then host blocks back, in stream order; pairs are (block, host block)."""
+        device = self._pool.flat.device
+        if swap_out:
+            blocks, hosts = torch.tensor(swap_out).unbind(1)
+            blocks = blocks.to(device)
+            for source, target in self._pairs():
+                target[hosts] = source[blocks].cpu()
+        if swap_in:
+            blocks, hosts = torch.tensor(swap_in).unbind(1)
+            blocks = blocks.to(device)
+            for source, target in self._pairs():
+                source[blocks] = target[hosts].to(device)
+
+    def _pairs(self):
+        """(device, host) tensors as bytes, so that indexing works for every element type."""
+        for layer, host in zip(self._pool.layers, self._host.layers, strict=True):
+            for ours, theirs in zip(layer.tensors(), host.tensors(), strict=True):
+                yield ours.view(torch.uint8), theirs.view(torch.uint8)

@@ -1,0 +1,352 @@
+"""`CudaExecutor`: steps on a card: one copy in, kernels or a captured graph, sampling on the device, one copy back.
+
+It runs on CPU tensors too when Triton interprets its kernels, eagerly and slowly; that is how it is tested without a
+card.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from labkit_kernels.sampling import sample
+
+from labkit.engine.batch import ScheduledBatch
+from labkit.engine.cuda_attention import AttentionRows, CudaAttention
+from labkit.engine.cuda_cache import CacheFormat, CudaKVCache, cache_format
+from labkit.engine.cuda_forward import Forward, make_forward
+from labkit.engine.cuda_graphs import DecodeGraphs, capture_sizes
+from labkit.engine.cuda_inputs import HostStep, SlotTables, Staging, StepTensors, arrange, padding_step
+from labkit.engine.cuda_memory import StepCosts, give_back, look_at, num_blocks_of, with_blocks
+from labkit.engine.cuda_profile import largest_step
+from labkit.engine.sampler import penalize
+from labkit.engine.sequence import Sequence
+from labkit.errors import LabkitError
+from labkit.format import GIB
+from labkit.memory.records import MemoryPlan
+from labkit.models.decoder import Decoder
+from labkit.models.linear import project
+
+# What can change without touching memory: only the scheduler reads it.
+_SCHEDULING_KNOBS = frozenset({"enable_chunked_prefill", "enable_prefix_caching", "preemption_mode"})
+
+
+@dataclass
+class _Allocated:
+    """What an executor allocates for one plan."""
+
+    cache: CudaKVCache
+    tables: SlotTables
+    staging: Staging
+    attention: CudaAttention
+    forward: Forward
+    last_tokens: torch.Tensor
+    results: list[torch.Tensor]
+    graphs: DecodeGraphs | None = None
+    graphs_bytes: int = 0
+
+    @property
+    def tables_bytes(self) -> int:
+        """Device bytes of block tables, inputs and the decode kernel's scratch."""
+        return self.tables.device.nbytes + self.staging.num_bytes + self.attention.num_bytes + self.last_tokens.nbytes
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that the device computes: where its tokens will be, and in which order.
+
+    Attributes:
+        tokens: int64, on the host once `done` has happened.
+        rows: for each token that the batch asked for, its index in `tokens`.
+        done: None where there is no device to wait for.
+    """
+
+    tokens: torch.Tensor
+    rows: list[int]
+    done: torch.cuda.Event | None
+
+
+@dataclass
+class _Measured:
+    """What was measured once and holds for later plans too."""
+
+    costs: dict[tuple, StepCosts] = field(default_factory=dict)
+    warm_sizes: set[tuple] = field(default_factory=set)
+    outside_bytes: int = 0
+    library_bytes: int = 0
+
+
+class CudaExecutor:
+    """Owns KV cache, tables, graphs and attention of one engine; borrows the decoder.
+
+    The pool takes what is left of the budget: utilization of the card's total, less weights, tables, the peak of the
+    largest step and the graphs, each measured. `plan` is then the given one with the blocks that were allocated.
+
+    Args:
+        decoder: on the card, with plain (not packed) weights.
+        plan: resolved configuration.
+
+    Raises:
+        DoesNotFitError: the card does not have the budget free, or no block fits.
+        UnsupportedError: layers or a KV type that the kernels lack.
+    """
+
+    def __init__(self, decoder: Decoder, plan: MemoryPlan) -> None:
+        self._decoder = decoder
+        self._device = decoder.device
+        self._on_card = self._device.type == "cuda"
+        self._measured = _Measured()
+        self._stream = torch.cuda.Stream(self._device) if self._on_card else None
+        self._allocated: _Allocated | None = None
+        self._turn = 0
+        if self._on_card:
+            torch.cuda.set_device(self._device)
+            self._measured.outside_bytes = look_at(self._device).other_bytes
+        self._asked = plan
+        self.plan = plan
+        self._allocate(plan)
+
+    def reconfigure(self, plan: MemoryPlan) -> None:
+        """See `Executor.reconfigure`; memory is touched only when a knob of memory changed."""
+        changed = set(plan.config.differences(self._asked.config)) - _SCHEDULING_KNOBS
+        if self._allocated is not None and not changed and plan.model == self._asked.model:
+            self._asked = plan
+            self.plan = with_blocks(
+                plan, self._allocated.cache.form, self._allocated.cache.num_blocks, self.plan.num_swap_blocks
+            )
+            return
+        self._allocated = None
+        give_back(self._device)
+        self._asked = plan
+        self._allocate(plan)
+
+    def execute(self, batch: ScheduledBatch) -> list[int]:
+        """See `Executor.execute`."""
+        return self.collect(self.submit(batch))
+
+    @torch.inference_mode()
+    def submit(self, batch: ScheduledBatch) -> PendingStep:
+        """Queue a step without waiting; a negative token id stands for the last token of that sequence's slot."""
+        memory = self._memory()
+        memory.cache.swap(batch.swap_out, batch.swap_in)
+        if not batch.sequences:
+            return PendingStep(torch.empty(0, dtype=torch.int64), [], None)
+        for sequence, slot, block_table in zip(batch.sequences, batch.slots, batch.block_tables, strict=True):
+            memory.tables.update(sequence, slot, block_table)
+        memory.tables.send_changes()
+        penalized = [entry for entry in batch.sequences if entry.request.sampling.repetition_penalty != 1.0]
+        decodes_only = batch.num_tokens == len(batch.sequences) and not penalized
+        size = memory.graphs.size_for(batch.num_tokens) if memory.graphs is not None and decodes_only else 0
+        step = arrange(batch, memory.tables, memory.cache.form.block_size, pad_to=size)
+        tensors = memory.staging.send(step)
+        if size:
+            tokens = memory.graphs.replay(size)  # type: ignore[union-attr]
+        else:
+            tokens = self._compute(
+                memory, tensors, [batch.sequences[index] for index in step.sampled] if penalized else []
+            )
+        return self._send_back(memory, tokens, _rows_in_order(step, batch))
+
+    def collect(self, pending: PendingStep) -> list[int]:
+        """Wait for a step and return its tokens as `execute` does."""
+        if pending.done is not None:
+            pending.done.synchronize()
+        values = pending.tokens.tolist()
+        return [values[row] for row in pending.rows]
+
+    def memory_parts(self) -> dict[str, int]:
+        """See `Executor.memory_parts`."""
+        memory = self._memory()
+        costs = self._measured.costs.get(self._shape_key(self._asked), StepCosts())
+        return {
+            "weights": self._weights_bytes,
+            "kv_cache": memory.cache.pool_bytes,
+            "block_tables": memory.tables_bytes,
+            "activation": costs.activation_bytes,
+            "cuda_graphs": memory.graphs_bytes,
+            "workspace": self._workspace_bytes(memory.graphs_bytes),
+            "outside": self._measured.outside_bytes,
+        }
+
+    def close(self) -> None:
+        """See `Executor.close`."""
+        self._allocated = None
+        give_back(self._device)
+
+    @property
+    def _weights_bytes(self) -> int:
+        return self._decoder.num_bytes + self._decoder.table_bytes
+
+    def _memory(self) -> _Allocated:
+        if self._allocated is None:
+            raise LabkitError("the engine is closed, or its last reconfiguration failed", works="a new engine")
+        return self._allocated
+
+    def _workspace_bytes(self, graphs_bytes: int = 0) -> int:
+        """What libraries hold: inside torch (their workspaces), and outside it since the engine began."""
+        if not self._on_card:
+            return 0
+        grown = look_at(self._device).other_bytes - self._measured.outside_bytes - graphs_bytes
+        return self._measured.library_bytes + max(0, grown)
+
+    @torch.inference_mode()
+    def _allocate(self, plan: MemoryPlan) -> None:
+        config, decoder = plan.config, self._decoder
+        decoder.reserve_positions(int(config.max_model_len or 0))
+        form = cache_format(plan.model, config.block_size, config.kv_cache_dtype, decoder.dtype, decoder.tp_size)
+        self.plan = with_blocks(plan, form, plan.num_gpu_blocks, plan.num_swap_blocks)
+        if self._on_card:
+            trial = self._build(with_blocks(plan, form, 1, 0))
+            costs = self._costs(trial, plan)
+            tables_bytes = trial.tables_bytes
+            del trial
+            give_back(self._device)
+            num_blocks = num_blocks_of(
+                plan, form, look_at(self._device), costs,
+                weights=self._weights_bytes, workspace=self._workspace_bytes(), tables=tables_bytes,
+            )  # fmt: skip
+            self.plan = with_blocks(plan, form, num_blocks, _swap_blocks(plan, form))
+        memory = self._build(self.plan)
+        if self._on_card and self._captures(plan):
+            self._capture(memory, plan)
+        self._allocated = memory
+
+    def _build(self, plan: MemoryPlan) -> _Allocated:
+        config, decoder, device = plan.config, self._decoder, self._device
+        max_num_seqs, max_model_len = int(config.max_num_seqs or 1), int(config.max_model_len or 1)
+        form = cache_format(plan.model, config.block_size, config.kv_cache_dtype, decoder.dtype, decoder.tp_size)
+        cache = CudaKVCache(form, plan.num_gpu_blocks, plan.num_swap_blocks, device)
+        attention = CudaAttention(
+            plan.model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, tp_size=decoder.tp_size
+        )
+        results = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=self._on_card) for _ in range(2)]
+        return _Allocated(
+            cache=cache,
+            tables=SlotTables(max_num_seqs, -(-max_model_len // config.block_size), device),
+            staging=Staging(int(config.max_num_batched_tokens or 1), max_num_seqs, device),
+            attention=attention,
+            forward=make_forward(decoder, attention),
+            last_tokens=torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device),
+            results=results,
+        )
+
+    def _captures(self, plan: MemoryPlan) -> bool:
+        """MoE routing reads on the host which experts are visited, so such models run eagerly."""
+        return not plan.config.enforce_eager and plan.model.moe is None
+
+    def _shape_key(self, plan: MemoryPlan) -> tuple:
+        config = plan.config
+        return (
+            config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.block_size,
+            config.kv_cache_dtype, self._captures(plan),
+        )  # fmt: skip
+
+    def _costs(self, trial: _Allocated, plan: MemoryPlan) -> StepCosts:
+        """Peak of the largest step and bytes of the graphs, measured once for each shape of step."""
+        key = self._shape_key(plan)
+        if key not in self._measured.costs:
+            before = look_at(self._device).allocated_bytes
+            self._compute(trial, trial.staging.send(largest_step(plan, trial.tables)))
+            torch.cuda.synchronize(self._device)
+            kept = look_at(self._device).allocated_bytes
+            self._measured.library_bytes += max(0, kept - before)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._compute(trial, trial.staging.send(largest_step(plan, trial.tables)))
+            peak = torch.cuda.max_memory_allocated(self._device) - kept
+            graphs = self._graphs_estimate(trial, plan) if self._captures(plan) else 0
+            self._measured.costs[key] = StepCosts(peak, graphs)
+        return self._measured.costs[key]
+
+    def _graphs_estimate(self, trial: _Allocated, plan: MemoryPlan) -> int:
+        """From the two largest graphs over a pool of one block: the first owns the memory, the others share it."""
+        sizes = capture_sizes(int(plan.config.max_num_seqs or 1))
+        graphs = DecodeGraphs(lambda size: self._prepared(trial, size), self._stream)  # type: ignore[arg-type]
+        used = [self._used_bytes()]
+        for size in sizes[:-3:-1]:
+            graphs.capture(size, warm_up=self._is_new_size(plan, size))
+            used.append(self._used_bytes())
+        del graphs
+        return used[1] - used[0] + (used[-1] - used[1]) * (len(sizes) - 1)
+
+    def _capture(self, memory: _Allocated, plan: MemoryPlan) -> None:
+        before = self._used_bytes()
+        graphs = DecodeGraphs(lambda size: self._prepared(memory, size), self._stream)  # type: ignore[arg-type]
+        for size in reversed(capture_sizes(int(plan.config.max_num_seqs or 1))):
+            graphs.capture(size, warm_up=self._is_new_size(plan, size))
+        memory.graphs = graphs
+        memory.graphs_bytes = max(0, self._used_bytes() - before)
+
+    def _prepared(self, memory: _Allocated, size: int):
+        tensors = memory.staging.send(padding_step(size, memory.tables))
+        return lambda: self._compute(memory, tensors)
+
+    def _is_new_size(self, plan: MemoryPlan, size: int) -> bool:
+        """Whether this process has not launched the kernels of such a step yet."""
+        key = (size, *self._shape_key(plan)[2:5])
+        is_new = key not in self._measured.warm_sizes
+        self._measured.warm_sizes.add(key)
+        return is_new
+
+    def _used_bytes(self) -> int:
+        card = look_at(self._device)
+        return card.total_bytes - card.free_bytes
+
+    def _compute(self, memory: _Allocated, step: StepTensors, penalized: list[Sequence] | None = None) -> torch.Tensor:
+        """Tokens int64 [S] of the rows that give one; they are kept by slot for the next step as well."""
+        parts, count = step.tensors, step.num_decodes
+        rows = AttentionRows(
+            num_decodes=count,
+            slot_mapping=parts["slot_mapping"],
+            seq_lens=parts["seq_lens"],
+            block_tables=memory.tables.device.index_select(0, parts["slots"]),
+            query_starts=parts.get("query_starts"),
+            max_query_len=max(1, step.max_query_len),
+        )
+        known = parts["token_ids"]
+        if count:
+            newest = memory.last_tokens.index_select(0, parts["slots"][:count])
+            newest = torch.where(known[:count] < 0, newest, known[:count])
+            known = newest if count == known.shape[0] else torch.cat((newest, known[count:]))
+        memory.attention.begin(rows)
+        hidden = memory.forward(known, parts["positions"])
+        if "sample_rows" in parts:
+            hidden = hidden.index_select(0, parts["sample_rows"])
+        tokens = sample(self._logits(hidden, penalized or []), step.sampling)
+        memory.last_tokens.index_copy_(0, parts["sample_slots"], tokens)
+        return tokens
+
+    def _logits(self, hidden: torch.Tensor, penalized: list[Sequence]) -> torch.Tensor:
+        """[S, vocab] in the model's type; float32 where a cap or a penalty changes them."""
+        logits, cap = project(hidden, self._decoder.weights.head), self._decoder.spec.final_softcap
+        if cap is not None:
+            logits = logits.float().div_(cap).tanh_().mul_(cap)
+        if penalized:
+            logits = logits.float()
+        for row, sequence in enumerate(penalized):
+            if sequence.request.sampling.repetition_penalty != 1.0:
+                penalize(logits[row], sequence.token_ids, sequence.request.sampling.repetition_penalty)
+        return logits
+
+    def _send_back(self, memory: _Allocated, tokens: torch.Tensor, rows: list[int]) -> PendingStep:
+        self._turn ^= 1
+        result = memory.results[self._turn][: tokens.shape[0]]
+        result.copy_(tokens, non_blocking=True)
+        done = None
+        if self._on_card:
+            done = torch.cuda.Event()
+            done.record()
+        return PendingStep(result, rows, done)
+
+
+def _swap_blocks(plan: MemoryPlan, form: CacheFormat) -> int:
+    return int(plan.config.swap_space * GIB) // form.block_bytes
+
+
+def _rows_in_order(step: HostStep, batch: ScheduledBatch) -> list[int]:
+    """Index among the device's tokens of each token that the batch asked for."""
+    row_of = np.full(len(batch.sequences), -1)
+    rows = np.arange(len(step.sampled))
+    asked = step.sampled >= 0
+    row_of[step.sampled[asked]] = rows[asked]
+    return row_of[np.array(batch.samples, dtype=bool)].tolist()

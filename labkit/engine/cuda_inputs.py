@@ -1,0 +1,223 @@
+"""What a step's kernels read, brought to the device in one copy: rows, block tables and sampling parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from labkit_kernels.sampling import SamplingTensors
+
+from labkit.engine.batch import ScheduledBatch
+from labkit.engine.sequence import Sequence
+
+_ALIGNMENT_BYTES = 16
+_PARAMETERS = (("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("min_p", np.float32))
+
+
+class SlotTables:
+    """Block table and sampling parameters of each running sequence by its slot; one more row stands for padding.
+
+    Attributes:
+        device: int32 [slots + 1, blocks], what kernels read; `host` is its mirror.
+        seeds, parameters: numpy arrays [slots + 1] by slot.
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
+        self.padding = num_slots
+        self.device = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=device)
+        self.host = np.zeros((num_slots + 1, max_blocks), np.int32)
+        self.seeds = np.zeros(num_slots + 1, np.int64)
+        self.parameters = {name: np.zeros(num_slots + 1, dtype) for name, dtype in _PARAMETERS}
+        self.parameters["top_p"][:] = 1.0
+        self._owners: list[Sequence | None] = [None] * num_slots
+        self._sources: list[list[int] | None] = [None] * num_slots
+        self._lengths = [0] * num_slots
+        self._changes: list[tuple[int, int, int]] = []
+
+    def update(self, sequence: Sequence, slot: int, block_table: list[int]) -> None:
+        """Note what is new of a sequence; tables only grow, and one that comes back has another list."""
+        if self._owners[slot] is not sequence:
+            self._owners[slot] = sequence
+            self._take_parameters(sequence, slot)
+        if self._sources[slot] is not block_table:
+            self._sources[slot], self._lengths[slot] = block_table, 0
+        start, stop = self._lengths[slot], len(block_table)
+        if start < stop:
+            self.host[slot, start:stop] = block_table[start:]
+            self._changes.append((slot, start, stop))
+            self._lengths[slot] = stop
+
+    def send_changes(self) -> None:
+        """Bring the device's tables up to date, in stream order."""
+        if not self._changes:
+            return
+        width = self.host.shape[1]
+        flat = np.concatenate(
+            [np.arange(slot * width + start, slot * width + stop) for slot, start, stop in self._changes]
+        )
+        packed = np.stack((flat, self.host.reshape(-1)[flat].astype(np.int64)))
+        on_device = torch.from_numpy(packed)
+        if self.device.is_cuda:
+            on_device = on_device.pin_memory().to(self.device.device, non_blocking=True)
+        self.device.view(-1).index_copy_(0, on_device[0], on_device[1].to(torch.int32))
+        self._changes = []
+
+    def _take_parameters(self, sequence: Sequence, slot: int) -> None:
+        sampling = sequence.request.sampling
+        self.seeds[slot] = sequence.seed
+        self.parameters["temperature"][slot] = 0.0 if sampling.is_greedy else sampling.temperature
+        self.parameters["top_k"][slot] = min(sampling.top_k, 2**31 - 1)
+        self.parameters["top_p"][slot] = sampling.top_p
+        self.parameters["min_p"][slot] = sampling.min_p
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """One step as arrays, sequences with one new token first.
+
+    Attributes:
+        arrays: name → array, in the order in which they are packed.
+        num_decodes: sequences with one new token.
+        max_query_len: of the others, 0 where there are none.
+        sampled: [S] index into the batch's sequences of each row that gives a token, in the device's order.
+    """
+
+    arrays: dict[str, np.ndarray]
+    num_decodes: int
+    max_query_len: int
+    sampled: np.ndarray
+
+
+def arrange(batch: ScheduledBatch, tables: SlotTables, block_size: int, *, pad_to: int = 0) -> HostStep:
+    """The step's arrays.
+
+    Args:
+        batch: what was scheduled; `tables` is up to date with it.
+        block_size: of the cache.
+        pad_to: rows of a captured graph, where every sequence has one new token; then every row gives a token.
+    """
+    starts = np.array(batch.query_starts, dtype=np.int64)
+    counts = np.diff(starts)
+    order = np.argsort(counts != 1, kind="stable")
+    num_decodes = int((counts == 1).sum())
+    token_ids, positions = np.array(batch.token_ids, dtype=np.int64), np.array(batch.positions, dtype=np.int64)
+    slots, seq_lens = np.array(batch.slots, dtype=np.int64)[order], np.array(batch.seq_lens, dtype=np.int32)[order]
+    if num_decodes < len(order):
+        rows = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in order])
+        token_ids, positions = token_ids[rows], positions[rows]
+    row_slots = np.repeat(slots, counts[order])
+    block_ids = tables.host[row_slots, positions // block_size].astype(np.int64)
+    arrays = {
+        "token_ids": token_ids,
+        "positions": positions,
+        "slot_mapping": block_ids * block_size + positions % block_size,
+        "slots": slots,
+    }
+    gives = np.array(batch.samples, dtype=bool)[order]
+    last_rows = np.cumsum(counts[order]) - 1
+    if pad_to:
+        arrays |= _sampling_arrays(tables, slots, seq_lens) | {"seq_lens": seq_lens}
+        return HostStep(_padded(arrays, pad_to, tables.padding), num_decodes, 0, np.where(gives, order, -1))
+    arrays |= {"sample_rows": last_rows[gives]} | _sampling_arrays(tables, slots[gives], seq_lens[gives])
+    arrays |= {"seq_lens": seq_lens}
+    if num_decodes < len(order):
+        arrays["query_starts"] = (np.concatenate(([0], np.cumsum(counts[order][num_decodes:])))).astype(np.int32)
+    longest = int(counts[order][num_decodes:].max(initial=0))
+    return HostStep(arrays, num_decodes, longest, order[gives])
+
+
+def padding_step(num_rows: int, tables: SlotTables) -> HostStep:
+    """A step of padding alone, for capture."""
+    none = np.zeros(0, np.int64)
+    names = ("token_ids", "positions", "slot_mapping", "slots")
+    arrays = dict.fromkeys(names, none) | _sampling_arrays(tables, none, none) | {"seq_lens": none.astype(np.int32)}
+    return HostStep(_padded(arrays, num_rows, tables.padding), num_rows, 0, none)
+
+
+def _sampling_arrays(tables: SlotTables, slots: np.ndarray, seq_lens: np.ndarray) -> dict[str, np.ndarray]:
+    parameters = {name: values[slots] for name, values in tables.parameters.items()}
+    return {"sample_slots": slots, "seeds": tables.seeds[slots], **parameters, "draws": seq_lens.astype(np.int32)}
+
+
+_FILL = {"slot_mapping": -1, "top_p": 1.0}
+
+
+def _padded(arrays: dict[str, np.ndarray], num_rows: int, padding_slot: int) -> dict[str, np.ndarray]:
+    padded = {}
+    for name, values in arrays.items():
+        fill = padding_slot if name in ("slots", "sample_slots") else _FILL.get(name, 0)
+        out = np.full(num_rows, fill, dtype=values.dtype)
+        out[: len(values)] = values
+        padded[name] = out
+    return padded
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """`HostStep` on the device."""
+
+    tensors: dict[str, torch.Tensor]
+    num_decodes: int
+    max_query_len: int
+
+    @property
+    def sampling(self) -> SamplingTensors:
+        """Parameters of the rows that give a token."""
+        parts = self.tensors
+        return SamplingTensors(
+            parts["temperature"], parts["top_k"], parts["top_p"], parts["min_p"], parts["seeds"], parts["draws"]
+        )
+
+
+class Staging:
+    """Brings steps to the same place on the device, so that a captured graph finds the next one where the last was.
+
+    Two pinned buffers take turns, because the copy of a step may still wait when the next one is put together.
+
+    Args:
+        max_tokens, max_num_seqs: of a step.
+        device: where to.
+    """
+
+    def __init__(self, max_tokens: int, max_num_seqs: int, device: torch.device) -> None:
+        num_bytes = 3 * 8 * max_tokens + 80 * (max_num_seqs + 1) + 16 * 32
+        pinned = device.type == "cuda"
+        self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._views = [host.numpy() for host in self._hosts]
+        self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._turn = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return self._device.nbytes
+
+    def send(self, step: HostStep) -> StepTensors:
+        """The step's tensors; valid, in stream order, until the next `send`."""
+        self._turn ^= 1
+        host, view = self._hosts[self._turn], self._views[self._turn]
+        places, end = _places(step.arrays)
+        for name, (start, stop) in places.items():
+            view[start:stop] = step.arrays[name].view(np.uint8)
+        self._device[:end].copy_(host[:end], non_blocking=True)
+        return self._tensors(step, places)
+
+    def _tensors(self, step: HostStep, places: dict[str, tuple[int, int]]) -> StepTensors:
+        tensors = {
+            name: self._device[start:stop].view(_TORCH_DTYPES[step.arrays[name].dtype.name])
+            for name, (start, stop) in places.items()
+        }
+        return StepTensors(tensors, step.num_decodes, step.max_query_len)
+
+
+_TORCH_DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
+
+
+def _places(arrays: dict[str, np.ndarray]) -> tuple[dict[str, tuple[int, int]], int]:
+    """Bytes of each array in the buffer, one after the other at aligned starts."""
+    places, start = {}, 0
+    for name, values in arrays.items():
+        places[name] = (start, start + values.nbytes)
+        start = -(-(start + values.nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return places, start

@@ -1,0 +1,117 @@
+"""What a card has, and how many KV blocks are left of the budget once everything else is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+from dataclasses import dataclass
+
+import torch
+
+from labkit.engine.cuda_cache import CacheFormat
+from labkit.errors import DoesNotFitError
+from labkit.format import GIB
+from labkit.memory.records import MemoryPlan
+
+
+@dataclass(frozen=True)
+class CardMemory:
+    """One look at a card, in bytes; `other_bytes` is neither free nor torch's: contexts, libraries, other processes."""
+
+    total_bytes: int
+    free_bytes: int
+    reserved_bytes: int
+    allocated_bytes: int
+
+    @property
+    def other_bytes(self) -> int:
+        """Total less free less what torch reserved."""
+        return max(0, self.total_bytes - self.free_bytes - self.reserved_bytes)
+
+
+def look_at(device: torch.device) -> CardMemory:
+    """What the driver and torch say now."""
+    free, total = torch.cuda.mem_get_info(device)
+    return CardMemory(total, free, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
+
+
+def give_back(device: torch.device) -> None:
+    """Return what torch holds and nobody uses to the driver."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Measured once for each shape of step.
+
+    Attributes:
+        activation_bytes: torch's peak over what was allocated before, in the largest step.
+        graphs_bytes: of all captured graphs, from the first two.
+    """
+
+    activation_bytes: int = 0
+    graphs_bytes: int = 0
+
+
+def num_blocks_of(
+    plan: MemoryPlan,
+    form: CacheFormat,
+    card: CardMemory,
+    costs: StepCosts,
+    *,
+    weights: int,
+    workspace: int,
+    tables: int,
+) -> int:
+    """KV blocks that fit: utilization of the card's total, less weights, tables, peak, graphs and workspace.
+
+    As in vLLM the share is of the card's total and what other processes hold is not charged; but that much must be
+    free.
+
+    Raises:
+        DoesNotFitError: the card does not have the budget free, or no block fits.
+    """
+    config = plan.config
+    budget = math.ceil(card.total_bytes * config.gpu_memory_utilization)
+    within_reach = card.free_bytes + card.reserved_bytes + workspace
+    used = weights + tables + workspace + costs.activation_bytes + costs.graphs_bytes
+    available = budget - used if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
+    if config.num_gpu_blocks_override is not None:
+        available = config.num_gpu_blocks_override * form.block_bytes
+    needed = min(budget, used + available)
+    if needed > within_reach:
+        works = math.floor(100 * within_reach / card.total_bytes) / 100
+        raise DoesNotFitError(
+            "the card does not have the budget free; another process may hold its memory",
+            needed=f"{needed / GIB:.2f} GiB",
+            available=f"{within_reach / GIB:.2f} GiB",
+            works=f"gpu_memory_utilization = {works:.2f}",
+            knob="gpu_memory_utilization",
+        )
+    blocks = config.num_gpu_blocks_override or max(0, available) // form.block_bytes
+    if blocks < 1:
+        raise DoesNotFitError(
+            "no KV block is left beside weights, activations and graphs",
+            needed=f"{(used + form.block_bytes) / GIB:.2f} GiB",
+            available=f"{budget / GIB:.2f} GiB",
+            knob="gpu_memory_utilization",
+        )
+    return blocks
+
+
+def with_blocks(plan: MemoryPlan, form: CacheFormat, num_blocks: int, num_swap_blocks: int) -> MemoryPlan:
+    """`plan` with the blocks and their bytes that were allocated instead of those that were predicted."""
+    tokens = num_blocks * form.block_size
+    longest = math.ceil(int(plan.config.max_model_len or 1) / form.block_size)
+    return dataclasses.replace(
+        plan,
+        num_gpu_blocks=num_blocks,
+        block_bytes=form.block_bytes,
+        num_swap_blocks=num_swap_blocks,
+        kv_cache_tokens=tokens,
+        max_concurrency=num_blocks / longest,
+    )

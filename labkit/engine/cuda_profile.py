@@ -1,0 +1,38 @@
+"""The largest step that a plan allows, for measuring what it takes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from labkit.engine.cuda_inputs import HostStep, SlotTables
+from labkit.memory.records import MemoryPlan
+
+
+def largest_step(plan: MemoryPlan, tables: SlotTables) -> HostStep:
+    """All of max_num_batched_tokens in prompts as long as allowed, and max_num_seqs rows sampled with every filter on.
+
+    It writes no KV and reads block 0 alone, so any pool will do.
+    """
+    num_tokens, longest = int(plan.config.max_num_batched_tokens or 1), int(plan.config.max_model_len or 1)
+    num_rows = min(int(plan.config.max_num_seqs or 1), num_tokens)
+    length = max(2, min(num_tokens, longest))
+    starts = np.array([*range(0, num_tokens, length), num_tokens], dtype=np.int32)
+    num_seqs = len(starts) - 1
+    padding = np.full(num_seqs, tables.padding, dtype=np.int64)
+    arrays: dict[str, np.ndarray] = {
+        "token_ids": np.zeros(num_tokens, np.int64),
+        "positions": np.arange(num_tokens, dtype=np.int64) % min(length, longest),
+        "slot_mapping": np.full(num_tokens, -1, np.int64),
+        "slots": padding,
+        "sample_rows": np.arange(num_rows, dtype=np.int64),
+        "sample_slots": np.full(num_rows, tables.padding, np.int64),
+        "seeds": np.arange(num_rows, dtype=np.int64),
+        "temperature": np.ones(num_rows, np.float32),
+        "top_k": np.full(num_rows, 50, np.int32),
+        "top_p": np.full(num_rows, 0.9, np.float32),
+        "min_p": np.zeros(num_rows, np.float32),
+        "draws": np.ones(num_rows, np.int32),
+        "seq_lens": np.diff(starts).astype(np.int32),
+        "query_starts": starts,
+    }
+    return HostStep(arrays, 0, length, np.arange(num_rows))

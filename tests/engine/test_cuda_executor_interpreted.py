@@ -1,0 +1,41 @@
+"""The GPU executor on CPU tensors, its kernels interpreted: the CPU executor's tokens, whatever the knobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def results():
+    if find_spec("triton") is None:
+        pytest.skip("needs Triton, which interprets the kernels: pip install 'labkit[triton]'")
+    root = Path(__file__).resolve().parents[2]
+    paths = os.pathsep.join((str(root / "kernels"), str(root)))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    script = Path(__file__).with_name("interpreted_engine.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen with a penalty", "windows and caps", "recompute", "swap"])
+def test_greedy_tokens_are_those_of_the_cpu_executor(results, name):
+    """Prefill in chunks beside decode, fused and plain layers, preempted requests."""
+    assert results[name]["cuda"] == results[name]["cpu"]
+
+
+@pytest.mark.parametrize("name", ["recompute", "swap"])
+def test_small_pools_do_send_requests_back(results, name):
+    assert results[name]["preemptions"] > 0
+
+
+def test_what_is_drawn_does_not_depend_on_the_pool(results):
+    assert results["drawn"]["cuda"] == results["drawn"]["cpu"]
+    assert len({tuple(tokens) for tokens in results["drawn"]["cuda"]}) == 3
