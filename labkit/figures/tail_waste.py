@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 import plotly.graph_objects as go
 
@@ -19,9 +20,10 @@ TITLES = ("empty places of reserved blocks", "output tokens")
 
 @dataclass(frozen=True)
 class TailWastePoint:
-    """One run: block size in tokens, what its fullest step reserved and stored (tokens), and its output rate.
+    """One block size: what the fullest step reserved (tokens) and left empty, and the output rate; means of its runs.
 
     Attributes:
+        rate_spread: largest minus smallest output rate of equal runs over their mean; None for a single run.
         expected_waste_share: (block_size - 1) / 2 empty places in the last block of each running request, over what
             was reserved: the waste if lengths fell evenly on the places of a block.
     """
@@ -33,6 +35,8 @@ class TailWastePoint:
     waste_share: float
     expected_waste_share: float
     output_tokens_per_s: float
+    num_runs: int = 1
+    rate_spread: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,25 @@ class TailWasteInfo:
 def get_tail_waste_info(records: Sequence[RunRecord]) -> TailWasteInfo:
     """The waste of each run at its fullest step."""
     found = [point for point in map(_point, records) if point is not None]
-    ordered = tuple(sorted(found, key=lambda point: point.block_size))
-    return TailWasteInfo(ordered, len(records) - len(ordered))
+    by_size: dict[int, list[TailWastePoint]] = {}
+    for point in found:
+        by_size.setdefault(point.block_size, []).append(point)
+    points = tuple(_mean(by_size[size]) for size in sorted(by_size))
+    return TailWasteInfo(points, len(records) - len(found))
+
+
+def _mean(points: list[TailWastePoint]) -> TailWastePoint:
+    rates = [point.output_tokens_per_s for point in points]
+    rate = fmean(rates)
+    return replace(
+        points[-1],
+        reserved_tokens=round(fmean(point.reserved_tokens for point in points)),
+        waste_share=fmean(point.waste_share for point in points),
+        expected_waste_share=fmean(point.expected_waste_share for point in points),
+        output_tokens_per_s=rate,
+        num_runs=len(points),
+        rate_spread=(max(rates) - min(rates)) / rate if len(rates) > 1 else None,
+    )
 
 
 def _point(record: RunRecord) -> TailWastePoint | None:
@@ -111,20 +132,30 @@ def caption(info: TailWasteInfo) -> str:
     if small.block_size == large.block_size:
         empty_share = fmt.share(small.waste_share, 1)
         return f"Blocks of {fmt.count(small.block_size)} tokens leave {empty_share} of what is reserved empty."
-    rate = fmt.change(small.output_tokens_per_s, large.output_tokens_per_s, "tok/s")
     return (
         f"From {fmt.count(small.block_size)} to {fmt.count(large.block_size)} tokens a block, the empty share of "
         f"reserved blocks goes from {fmt.share(small.waste_share, 1)} to {fmt.share(large.waste_share, 1)} (half a "
-        f"block a request would be {fmt.share(large.expected_waste_share, 1)}), and the output rate changes by {rate}."
+        f"block a request would be {fmt.share(large.expected_waste_share, 1)}). {_rate_words(info, small, large)}"
     )
+
+
+def _rate_words(info: TailWasteInfo, small: TailWastePoint, large: TailWastePoint) -> str:
+    change = fmt.change(small.output_tokens_per_s, large.output_tokens_per_s, "tok/s")
+    spreads = [point.rate_spread for point in info.points if point.rate_spread is not None]
+    if not spreads:
+        return f"The output rate changes by {change}; each block size ran once, so how much of it is noise is unknown."
+    noise, growth = max(spreads), abs(large.output_tokens_per_s / small.output_tokens_per_s - 1)
+    if growth <= noise:
+        return f"The output rate moves by {change}, no more than equal runs differ ({fmt.share(noise, 1)})."
+    return f"The output rate changes by {change}; equal runs differ by {fmt.share(noise, 1)}."
 
 
 def table(info: TailWasteInfo) -> Table:
     """One row a run."""
     rows = [
         [fmt.count(point.block_size), fmt.count(point.reserved_tokens), fmt.share(point.waste_share, 1),
-         fmt.share(point.expected_waste_share, 1), fmt.rate(point.output_tokens_per_s)]
+         fmt.share(point.expected_waste_share, 1), fmt.rate(point.output_tokens_per_s), fmt.count(point.num_runs)]
         for point in info.points
     ]  # fmt: skip
-    columns = ["block_size (tokens)", "reserved at the fullest step (tokens)", "empty", "expected", "output"]
+    columns = ["block_size (tokens)", "reserved at the fullest step (tokens)", "empty", "expected", "output", "runs"]
     return make_table(columns, rows, "Waste of each block size")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BlockSizeExperiment", "LogBox", "Panel", "bench_panel"]
+__all__ = ["BlockSizeExperiment", "LogBox", "Panel", "bench_panel", "doctor_panel"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +24,8 @@ def __getattr__(name: str) -> Any:
         from labkit.widgets.bench import bench_panel
 
         return bench_panel
+    if name == "doctor_panel":
+        from labkit.widgets.doctor import doctor_panel
+
+        return doctor_panel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

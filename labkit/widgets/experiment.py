@@ -8,7 +8,6 @@ from typing import Any
 
 import ipywidgets as ipw
 
-from labkit.advice.recommend import recommend
 from labkit.errors import LabkitError
 from labkit.figures import tail_waste
 from labkit.measure.run_record import RunRecord
@@ -25,10 +24,11 @@ class BlockSizeExperiment(ipw.VBox):
     Args:
         session: what runs; as for `Panel`.
         block_sizes: tokens of a block to begin with; the box on the screen takes others.
+        repeats: how often each runs, there and back again, so that a machine that warms up or slows down favours none.
     """
 
-    def __init__(self, session: SessionLike, block_sizes: Sequence[int] = (8, 16, 64)) -> None:
-        self.session = session
+    def __init__(self, session: SessionLike, block_sizes: Sequence[int] = (8, 16, 64), repeats: int = 2) -> None:
+        self.session, self.repeats = session, repeats
         self.records: tuple[RunRecord, ...] = ()
         self._lock = threading.RLock()
         self._config: EngineConfig = getattr(session, "config", None) or EngineConfig()
@@ -55,7 +55,7 @@ class BlockSizeExperiment(ipw.VBox):
         if not self.control.is_running:
             self.records = ()
             self.bar.set_running(True)
-            self.control.start(configs)
+            self.control.start([config for turn in range(self.repeats) for config in configs[:: -1 if turn % 2 else 1]])
 
     def cancel(self) -> None:
         """End it; the block sizes that are finished stay."""
@@ -92,10 +92,4 @@ class BlockSizeExperiment(ipw.VBox):
             figure = tail_waste.draw_tail_waste(info, self.screen.theme, self.screen.narrow)
             self.chart.show(figure, sentence)
             self.table.show(tail_waste.table(info))
-            self.conclusion.say(f"{sentence} {self._advice()}".strip())
-
-    def _advice(self) -> str:
-        finished = [record for record in self.records if record.status == "finished"]
-        if len(finished) < 2:
-            return ""
-        return recommend([record.plan for record in finished], finished).sentence
+            self.conclusion.say(sentence)

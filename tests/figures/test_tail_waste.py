@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from labkit.figures.tail_waste import caption, draw_tail_waste, get_tail_waste_info, table
@@ -26,6 +28,18 @@ def test_waste_is_what_the_fullest_step_reserves_and_does_not_store():
     assert "half a block a request would be 25 %" in caption(info)
     assert [row[2] for row in table(info)] == ["1.6 %", "25 %"]
     assert list(draw_tail_waste(info).data[0].y) == pytest.approx([100 * 8 / 496, 25.0])
+
+
+def test_equal_runs_are_one_point_and_their_spread_is_the_noise():
+    once, again = sample_record(run_id="a"), sample_record(run_id="b")
+    again = dataclasses.replace(again, duration_s=once.duration_s * 1.25)
+    larger = sample_record(EngineConfig(block_size=64), run_id="c")
+    info = get_tail_waste_info([once, again, larger])
+    small = info.points[0]
+    assert (len(info.points), small.num_runs, info.points[1].num_runs) == (2, 2, 1)
+    assert small.rate_spread == pytest.approx(2 / 9)
+    assert "no more than equal runs differ (22 %)" in caption(info)
+    assert "how much of it is noise is unknown" in caption(get_tail_waste_info([once, larger]))
 
 
 def test_runs_that_reserved_nothing_are_counted():
