@@ -86,7 +86,7 @@ def plain_sample(logits: torch.Tensor, k: int, p: float) -> torch.Tensor:
     if k:
         values[:, k:] = float("-inf")
     probabilities = values.softmax(-1)
-    probabilities[probabilities.cumsum(-1) - probabilities >= p] = 0
+    probabilities = probabilities.masked_fill(probabilities.cumsum(-1) - probabilities >= p, 0)
     drawn = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
     return order.gather(-1, drawn)
 

