@@ -1,6 +1,6 @@
 """A true test of this machine: paged attention against its reference, the planned pool taken and given back, a copy.
 
-It runs labkit's own CPU path; with no torch it says so. Nothing stays allocated.
+It runs labkit's own CPU path, and on a card its kernel; with no torch it says so. Nothing stays allocated.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from labkit import format as shown
+from labkit.doctor.card_test import check_card_attention, check_card_copy, check_card_pool
 from labkit.doctor.check import Check
-from labkit.errors import LabkitError
 from labkit.specs.model_spec import LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -31,23 +31,35 @@ SLOW_BYTES_PER_S = 0.5e9
 
 
 def run_true_test(pool_blocks: int = 64) -> list[Check]:
-    """Three checks that compute something.
+    """Three checks that compute something on the CPU, and three on the card where torch has one.
 
     Args:
         pool_blocks: blocks of the pool that is taken and given back.
     """
     if find_spec("torch") is None:
         return [Check("true-test", "unknown", "torch is not installed", "nothing can be computed", "pip install torch")]
-    tests: tuple[Callable[[], Check], ...] = (check_attention, lambda: check_pool(pool_blocks), check_copy)
+    tests: list[Callable[[], Check]] = [check_attention, lambda: check_pool(pool_blocks), check_copy]
+    if _has_card():
+        tests += [check_card_attention, check_card_pool, check_card_copy]
     return [_guarded(test) for test in tests]
+
+
+def _has_card() -> bool:
+    try:
+        import torch
+
+        return torch.cuda.is_available()
+    except (ImportError, OSError, RuntimeError):
+        return False
 
 
 def _guarded(test: Callable[[], Check]) -> Check:
     try:
         return test()
-    except (LabkitError, RuntimeError, MemoryError, ImportError, OSError) as error:
+    except Exception as error:
+        # Compilers and drivers raise classes of their own; whatever it is, it is the finding.
         return Check(
-            "true-test", "problem", f"{type(error).__name__}: {error}", "torch does not work here",
+            "true-test", "problem", f"{type(error).__name__}: {error}", "torch or a kernel does not work here",
             "reinstall torch in a clean environment",
         )  # fmt: skip
 

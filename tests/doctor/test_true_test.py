@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from labkit.doctor import true_test
+from labkit.doctor import card_test, true_test
 from labkit.doctor.true_test import run_true_test
 
 
@@ -64,3 +64,39 @@ def test_no_torch_is_unknown(monkeypatch):
     (check,) = run_true_test()
     assert check.status == "unknown"
     assert check.fix == "pip install torch"
+
+
+def test_the_cards_kernel_in_the_interpreter(one_thread):
+    triton = pytest.importorskip("triton")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("Triton compiles in this process")
+    check = card_test.check_card_attention("cpu")
+    assert check.status == "ok", check
+
+
+def test_a_wrong_kernel_on_the_card_is_caught(one_thread, monkeypatch):
+    triton = pytest.importorskip("triton")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("Triton compiles in this process")
+    from labkit_kernels import paged_decode
+
+    right = paged_decode.paged_decode
+    monkeypatch.setattr(paged_decode, "paged_decode", lambda *a, **k: right(*a, **k) * 1.01)
+    assert card_test.check_card_attention("cpu").status == "problem"
+
+
+def test_no_triton_is_unknown(monkeypatch):
+    monkeypatch.setattr(card_test, "find_spec", lambda name: None)
+    assert card_test.check_card_attention().status == "unknown"
+
+
+def test_on_a_card_the_card_is_tested_and_a_failing_one_is_a_problem(one_thread, monkeypatch):
+    def fails(*arguments):
+        raise one_thread.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(one_thread.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(true_test, "check_card_attention", fails)
+    monkeypatch.setattr(one_thread.cuda, "mem_get_info", fails)
+    found = [check for check in run_true_test() if check.name == "true-test"]
+    assert [check.status for check in found] == ["problem"] * 3
+    assert "CUDA out of memory" in found[0].evidence
