@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from labkit.experiments.lab_session import LabSession
-from labkit.files import write_atomic
+from labkit.results import at_most, write_results
 from labkit.widgets.panel import Panel
 
 CASES = (
@@ -33,12 +31,12 @@ LIMIT_MS = 100.0
 
 
 def bench_panel(
-    path: str | Path | None = "results/panel.json", *, cases: Sequence[tuple[str, str]] = CASES, rounds: int = 5
+    path: str | Path = "results/panel.json", *, cases: Sequence[tuple[str, str]] = CASES, rounds: int = 5
 ) -> dict[str, Any]:
     """Turn knobs and time each change, planning included, until the traces and the answer line hold the new values.
 
     Args:
-        path: JSON file for the result, None to write none.
+        path: of the results file.
         cases: (model, card) pairs from the catalogue.
         rounds: how often the list of changes is gone through, after one that is not counted.
 
@@ -49,17 +47,17 @@ def bench_panel(
         LabkitError: a model or card that does not exist, or a file that cannot be written.
     """
     rows = [_bench_case(model, card, rounds) for model, card in cases]
-    result = {
-        "what": "from .value= of a knob to the redrawn memory bar, and to the end of the change (answer, advice, help)",
-        "limit_ms": LIMIT_MS,
-        "python": sys.version.split()[0],
-        "load_average": [round(load, 1) for load in os.getloadavg()],
-        "num_cores": os.cpu_count(),
-        "cases": rows,
-    }
-    if path is not None:
-        write_atomic(path, json.dumps(result, indent=1) + "\n")
-    return result
+    return write_results(
+        path,
+        command="labkit bench panel",
+        rows=rows,
+        summary={
+            f"{row['model']} on {row['card']}: knob to traces, p95 [ms]": at_most(row["traces_ms"]["p95"], LIMIT_MS)
+            for row in rows
+        },
+        what="from .value= of a knob to the redrawn memory bar, and to the end of the change (answer, advice, help)",
+        load_average=[round(load, 1) for load in os.getloadavg()],
+    )
 
 
 def _bench_case(model: str, card: str, rounds: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ def test_every_change_that_redraws_is_timed_and_written(tmp_path):
     path = tmp_path / "deep" / "panel.json"
     result = bench_panel(path, cases=[("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu")], rounds=1)
     assert json.loads(path.read_text()) == result
-    (case,) = result["cases"]
+    (case,) = result["rows"]
     # 4 + 4 + 4 + 4 + 2 changes in a round, each to another value than the one before.
     assert case["changes"] == 18
     for name in ("traces_ms", "change_ms", "change_cpu_ms"):
