@@ -79,12 +79,10 @@ def sweep_chunks(kv: str, configs: list[DecodeConfig], pool: Pool, flush, rows: 
 
 
 def prefill_variants() -> list[PrefillConfig]:
-    """Variants to time."""
-    return [
-        PrefillConfig(128, 64, 8, 2), PrefillConfig(128, 64, 8, 3), PrefillConfig(128, 64, 8, 4),
-        PrefillConfig(128, 128, 8, 2), PrefillConfig(128, 128, 8, 3), PrefillConfig(64, 64, 4, 2),
-        PrefillConfig(64, 64, 4, 3), PrefillConfig(128, 32, 8, 4),
-    ]  # fmt: skip
+    """Variants to time: rows, tile, warps, stages, and tile and stages on the diagonal."""
+    settings = ((128, 128, 8, 3, 128, 1), (128, 128, 8, 3, 64, 1), (128, 128, 8, 3, 32, 2), (128, 128, 8, 2, 128, 1))
+    smaller = ((128, 64, 8, 2, 64, 1), (128, 64, 8, 3, 64, 2), (64, 64, 4, 2, 64, 1), (64, 64, 4, 3, 64, 1))
+    return [PrefillConfig(*values) for values in (*settings, *smaller)]
 
 
 def decode_call(inputs: Inputs, config: DecodeConfig | None, chunk_tokens: int | None = None):
