@@ -23,16 +23,27 @@ from typing import Any
 OUT = Path(__file__).parents[1] / "labkit" / "doctor" / "vllm_wheels.json"
 FIRST_MINOR = (0, 6)
 _RELEASE = re.compile(r"0\.(\d+)\.(\d+)(?:\.post(\d+))?")
+PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14", "3.15")
+# What pip says where the index has the version and no wheel of it for that Python.
+_NO_WHEEL = ("No matching distribution", "ResolutionImpossible")
 _WANTED = ("torch", "torchvision", "transformers", "xformers", "flashinfer-python", "numpy", "triton")
 
 
+class PipError(Exception):
+    """pip failed; the message is what it said."""
+
+
 def pip(*words: str) -> str:
-    """Standard output of pip; fails loudly with what pip said."""
+    """Standard output of pip.
+
+    Raises:
+        PipError: pip failed.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "pip", *words], capture_output=True, text=True, timeout=300, check=False
     )
     if done.returncode:
-        raise SystemExit(f"pip {' '.join(words)} failed:\n{done.stderr[-2000:]}")
+        raise PipError(f"pip {' '.join(words)} failed:\n{done.stderr[-2000:]}")
     return done.stdout
 
 
@@ -79,14 +90,26 @@ def requirement(metadata: dict[str, Any], name: str) -> str | None:
     return None
 
 
-def facts_of_torch(torch: str) -> dict[str, str | None]:
-    """The CUDA runtime that torch's wheel asks for, such as "12.8", and its platform tag."""
+def has_wheel(wanted: str, python: str) -> bool:
+    """Whether the index has a wheel for that Python."""
+    try:
+        metadata_of(wanted, python)
+    except PipError as error:
+        if not any(text in str(error) for text in _NO_WHEEL):
+            raise
+        return False
+    return True
+
+
+def facts_of_torch(torch: str) -> dict[str, Any]:
+    """The CUDA runtime that torch's wheel asks for, such as "12.8", its platform tag, and Pythons that have a wheel."""
     metadata = metadata_of(f"torch=={torch}")
     cuda = None
     for line in metadata.get("requires_dist", ()):
         found = re.match(r"(?:nvidia-cuda-runtime(?:-cu\d+)?|cuda-toolkit)(?:\[[^]]*\])?\s*\(?==(\d+\.\d+)", line)
         cuda = cuda or (found[1] if found else None)
-    return {"cuda": cuda, "torch_platform": platform_of(metadata)}
+    pythons = [python for python in PYTHONS if has_wheel(f"torch=={torch}", python)]
+    return {"cuda": cuda, "torch_platform": platform_of(metadata), "torch_pythons": pythons}
 
 
 def platform_of(metadata: dict[str, Any]) -> str:
@@ -94,7 +117,7 @@ def platform_of(metadata: dict[str, Any]) -> str:
     return metadata["wheel"].removesuffix(".whl").rpartition("-")[2]
 
 
-def record(version: str, known: dict[str, dict[str, str | None]]) -> dict[str, Any]:
+def record(version: str, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """One row of the table."""
     metadata = metadata_of(f"vllm=={version}")
     needs = {name: found for name in _WANTED if (found := requirement(metadata, name)) is not None}
@@ -107,7 +130,7 @@ def record(version: str, known: dict[str, dict[str, str | None]]) -> dict[str, A
         "python": metadata.get("requires_python"),
         "platform": platform_of(metadata),
         "torch": torch or None,
-        **known.get(torch, {"cuda": None, "torch_platform": None}),
+        **known.get(torch, {"cuda": None, "torch_platform": None, "torch_pythons": []}),
         "requires": {name: value for name, value in needs.items() if name != "torch"},
     }
 
@@ -119,7 +142,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     known = json.loads(options.out.read_text())["releases"] if options.out.exists() and options.only else {}
-    torch: dict[str, dict[str, str | None]] = {}
+    torch: dict[str, dict[str, Any]] = {}
     for minor, version in sorted(latest_patches().items(), key=lambda item: int(item[0].split(".")[1])):
         if options.only in (None, minor):
             known[minor] = record(version, torch)

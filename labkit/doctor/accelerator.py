@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from labkit import format as shown
-from labkit.doctor.check import Check
+from labkit.doctor.check import Check, looked
 from labkit.doctor.cuda_rules import (
     BF16_CAPABILITY,
     FP8_CAPABILITY,
@@ -24,19 +24,24 @@ _NOTICED_BYTES = 256 * 2**20
 
 def accelerator_checks(machine: AnyMachine) -> list[Check]:
     """Every check of driver and cards; "unknown" where NVML does not say."""
-    facts, torch, vllm = machine.nvml(), machine.torch(), machine.package("vllm")
-    checks = [check_cards(machine, facts), check_driver_runtime(facts, torch), check_toolkit(machine, torch)]
+    try:
+        facts, torch, vllm = machine.nvml(), machine.torch(), machine.package("vllm")
+    except Exception as error:
+        # The driver's own library may fail in any way; the rest of the machine is still looked at.
+        return [Check("cards", "unknown", f"{type(error).__name__}: {error}", "driver and packages were not readable")]
+    checks = [
+        looked(check_cards, machine, facts),
+        looked(check_driver_runtime, facts, torch),
+        looked(check_toolkit, machine, torch),
+    ]
     for card in facts.cards:
         checks += [
-            check_torch_build(card, torch),
-            check_vllm_build(card, vllm.version if vllm else None),
-            check_formats(card),
-            check_temperature(card),
-            check_processes(card),
-            check_mig(card),
+            looked(check_torch_build, card, torch),
+            looked(check_vllm_build, card, vllm.version if vllm else None),
+            *(looked(look, card) for look in (check_formats, check_temperature, check_processes, check_mig)),
         ]
     if facts.cards:
-        checks += [check_persistence(facts), check_counters(machine)]
+        checks += [looked(check_persistence, facts), looked(check_counters, machine)]
     return checks
 
 

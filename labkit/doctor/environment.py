@@ -9,7 +9,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from labkit import format as shown
-from labkit.doctor.check import Check
+from labkit.doctor.check import Check, looked
 from labkit.doctor.cuda_rules import dotted, numbers
 from labkit.doctor.machine import AnyMachine, Package
 from labkit.doctor.which_vllm import releases
@@ -28,7 +28,7 @@ def environment_checks(machine: AnyMachine) -> list[Check]:
         check_libcuda, check_container, check_shm, check_wsl, check_open_files, check_host_memory, check_disk,
         check_hub, check_sqlite_place,
     )  # fmt: skip
-    return [look(machine) for look in looks]
+    return [looked(look, machine) for look in looks]
 
 
 def check_python(machine: AnyMachine) -> Check:
@@ -219,13 +219,13 @@ def check_shm(machine: AnyMachine) -> Check:
 
 
 def check_wsl(machine: AnyMachine) -> Check:
-    """WSL2 pins little host memory and reports memory of other processes poorly."""
+    """vLLM leaves pinned memory off under WSL2, and the driver does not say which process holds what."""
     if "microsoft" not in machine.system().kernel.lower():
         return Check("wsl", "ok", "not under WSL")
     return Check(
         "wsl", "warning", f"kernel {machine.system().kernel}",
-        "WSL2 cannot pin much host memory (vLLM: UVA is not available) and its driver lives in /usr/lib/wsl/lib",
-        "leave CPU offloading off (--cpu-offload-gb 0), and give WSL memory in %UserProfile%\\.wslconfig",
+        "vLLM leaves pinned host memory off here (UVA is not available); the driver lives in /usr/lib/wsl/lib",
+        "export VLLM_WSL2_ENABLE_PIN_MEMORY=1 where vLLM says so, and give WSL memory in %UserProfile%\\.wslconfig",
     )  # fmt: skip
 
 

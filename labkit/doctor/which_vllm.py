@@ -35,6 +35,7 @@ class Release:
         python: version range, such as ">=3.10,<3.14".
         platform, torch_platform: tags of the wheels.
         torch, cuda: the exact torch and the CUDA of its wheel.
+        torch_pythons: Pythons for which that torch has a wheel, such as "3.12".
         requires: version ranges of other packages.
     """
 
@@ -44,6 +45,7 @@ class Release:
     torch: str | None
     cuda: str | None
     torch_platform: str | None
+    torch_pythons: tuple[str, ...] = ()
     requires: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -52,11 +54,12 @@ class Release:
         return max(glibc_of_platform(self.platform), glibc_of_platform(self.torch_platform or ""))
 
     def takes_python(self, python: str) -> bool:
-        """Whether the wheel's range holds this Python."""
+        """Whether the wheel's range holds this Python, and its torch has a wheel for it."""
         try:
-            return SpecifierSet(self.python or "").contains(python, prereleases=True)
+            takes = SpecifierSet(self.python or "").contains(python, prereleases=True)
         except InvalidSpecifier:
             return False
+        return takes and dotted(numbers(python)[:2]) in self.torch_pythons
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ def releases() -> tuple[Release, ...]:
     return tuple(
         Release(
             row["version"], row["python"], row["platform"], row["torch"], row["cuda"], row["torch_platform"],
+            tuple(row["torch_pythons"]),
             tuple(row["requires"].items()),
         )
         for row in table.values()
@@ -119,7 +123,10 @@ def judge(
     """Whether a release's wheels run on a machine; what is None was not looked at and speaks against nothing."""
     reasons, warnings = [], []
     if not release.takes_python(python):
-        reasons.append(f"takes Python {release.python}, here is {python}")
+        pythons = f"{release.torch_pythons[0]} to {release.torch_pythons[-1]}" if release.torch_pythons else "none"
+        reasons.append(
+            f"takes Python {release.python} and torch {release.torch} has wheels for {pythons}: not {python}"
+        )
     if architecture != "x86_64":
         warnings.append(f"the table holds wheels for x86_64, here is {architecture}")
     if glibc is not None and numbers(glibc) < release.glibc:

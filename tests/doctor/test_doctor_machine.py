@@ -73,7 +73,7 @@ BROKEN = {
     "old glibc": ({"system_facts": _system(glibc="2.17")}, "glibc", "warning", "GLIBC", "vllm-openai"),
     "Alpine": ({"system_facts": _system(glibc=None)}, "glibc", "warning", "musl", "Debian"),
     "WSL": ({"system_facts": _system(kernel="5.15-microsoft-standard-WSL2")}, "wsl", "warning", "UVA",
-            "--cpu-offload-gb 0"),
+            "VLLM_WSL2_ENABLE_PIN_MEMORY=1"),
     "system's Python": ({"system_facts": _system(in_virtual_environment=False)}, "virtual-environment", "warning",
                         "torch", "venv"),
     "64 MiB of shared memory": ({"disks": {"/dev/shm": Memory(64 * 2**20, 64 * 2**20)}}, "shared-memory", "warning",
@@ -202,3 +202,24 @@ def test_rows_put_the_worst_first_and_escape_control_characters():
     assert joined("both", [found, found]).exit_code == 2
     assert Examination("t", ()).exit_code == 0
     assert Examination("t", (Check("a", "unknown", "x"),)).exit_code == 0
+
+
+LOOKS = ("system", "environ", "run", "read", "exists", "package", "torch", "nvml", "libraries", "loads", "memory",
+         "disk", "open_files_limit", "hub_answers")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_look_that_fails_leaves_the_others(name):
+    class Failing(FixedMachine):
+        pass
+
+    def fails(*arguments, **keywords):
+        raise PermissionError("not allowed \x1b[31m")
+
+    setattr(Failing, name, fails)
+    machine = Failing(**{field: getattr(WELL, field) for field in WELL.__dataclass_fields__})
+    found = [*environment_checks(machine), *accelerator_checks(machine)]
+    failed = [check for check in found if "not allowed" in check.evidence]
+    assert failed
+    assert {check.status for check in failed} == {"unknown"}
+    assert len(found) > len(failed) + 3

@@ -72,7 +72,7 @@ def test_every_environment_case_is_among_them():
         ("Error while creating shared memory segment /dev/shm/nccl-5Zb9 (size 9637888)", "shared-memory", "64 MiB"),
         ("OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'", "shared-memory", "64 MiB"),
         ("OSError: [Errno 28] No space left on device: '/root/.cache/x'", "disk-full", "disk"),
-        ("RuntimeError: UVA is not available", "uva", "WSL2"),
+        ("RuntimeError: UVA is not available", "uva", "VLLM_WSL2_ENABLE_PIN_MEMORY=1"),
         ("OSError: Can't load tokenizer for 'x/model'. If you were trying", "tokenizer-missing", "GGUF"),
         ("RuntimeError: Failed to infer device type", "no-device", "libcuda"),
         ("safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer", "shard-cut",
