@@ -1,8 +1,8 @@
 """Measures the decode and prefill candidates on this card and rewrites its settings. usage: tune.py [OUT.json]
 
-Times come from sweep.py's variants; for each KV kind the candidate with the smallest geometric mean over the shapes wins,
-once for batches below 128 and once for larger ones. Only rules of this card's architecture for head sizes up to 128
-change; OUT.json (default: the package's heuristics.json) receives the table.
+Times come from sweep.py's variants; for each KV kind the candidate with the smallest geometric mean over the shapes
+wins, once for batches below 128 and once for larger ones. Only rules of this card's architecture for head sizes up to
+128 change; OUT.json (default: the package's heuristics.json) receives the table.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def _sequence_tiles(
 def _finish_time(full, rest_items, rest_tiles, chunk, slots, overlap, item_cost, reduce_cost, split_cost, splits):
     """Estimated finish in tiles of one slot: whole waves of full chunks, then the last wave with the short chunks.
 
-    A wave that fills only a share x of the slots runs faster, since they share the memory: by overlap + (1 - overlap)·x.
+    A wave that fills a share x of the slots runs faster, since they share the memory: by overlap + (1 - overlap)·x.
     Short chunks that do not fit beside the full ones run after them, on average half of one late.
     """
     waves = tl.floor(full / slots)

@@ -291,18 +291,15 @@ def _decode_kernel(
         return
     q_start, query_len = sequence_rows(query_start_loc, seq, QUERY_LEN, RAGGED)
     kv_head = (program * HEADS // GROUP).to(tl.int64)
-    r = tl.arange(0, N)
-    rows = query_len * HEADS
+    r, rows = tl.arange(0, N), query_len * HEADS
     limit = tl.where(r < rows, seq_len - query_len + r // HEADS, -1)
     if SCALE_TENSORS:
         k_scale *= tl.load(k_scale_ptr + kv_head * ks_stride)
         v_scale *= tl.load(v_scale_ptr + kv_head * vs_stride)
     if TOKEN_SCALES:
         v_scale *= 0.00390625
-    k_base = k_cache + kv_head * k_stride_head
-    v_base = v_cache + kv_head * v_stride_head
-    ks_base = k_tokens + kv_head * ts_stride_head
-    vs_base = v_tokens + kv_head * ts_stride_head
+    k_base, v_base = k_cache + kv_head * k_stride_head, v_cache + kv_head * v_stride_head
+    ks_base, vs_base = k_tokens + kv_head * ts_stride_head, v_tokens + kv_head * ts_stride_head
     table = block_tables + seq.to(tl.int64) * table_stride
     qk_scale = scale * k_scale * 1.4426950408889634
     if WORDS:

@@ -115,6 +115,30 @@ def _attend_tiles(
     return acc, m, total
 
 
+@triton.jit
+def _key_range(
+    context, query_len, row_start, window, split,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """First and last key of a program's share, and from where on not every row sees every key."""
+    start = 0
+    end = context + query_len
+    masked_from = end // TILE * TILE
+    if CAUSAL:
+        end = context + tl.minimum((row_start + ROWS - 1) // GROUP, query_len - 1) + 1
+        masked_from = (context + row_start // GROUP + 1) // TILE * TILE
+    if WINDOW:
+        start = tl.maximum(context + row_start // GROUP - window + 1, 0) // TILE * TILE
+        masked_from = start
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(end - start, TILE), SPLITS) * TILE
+        start += split * share
+        end = tl.minimum(start + share, end)
+        masked_from = tl.minimum(tl.maximum(masked_from, start), end)
+    return start, end, masked_from
+
+
 @triton.jit(do_not_specialize=["batch", "window", "table_stride", "num_rows"])
 def _prefill_kernel(
     q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, out, lse, partial_out, partial_stats,
@@ -156,21 +180,11 @@ def _prefill_kernel(
         v_scale *= tl.load(v_scale_ptr + kv_head * vs_stride)
     if TOKEN_SCALES:
         v_scale *= 0.00390625
-    end = context + tl.minimum((row_start + ROWS - 1) // GROUP, query_len - 1) + 1
-    masked_from = (context + row_start // GROUP + 1) // TILE * TILE
-    start = 0
+    start, end, masked_from = _key_range(
+        context, query_len, row_start, window, tl.program_id(2), GROUP, ROWS, TILE, WINDOW, CAUSAL, SPLITS
+    )
     if not CAUSAL:
-        end = context + query_len
-        limit = limit * 0 + end - 1
-        masked_from = end // TILE * TILE
-    if WINDOW:
-        start = tl.maximum(context + row_start // GROUP - window + 1, 0) // TILE * TILE
-        masked_from = start
-    if SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(end - start, TILE), SPLITS) * TILE
-        start += tl.program_id(2) * share
-        end = tl.minimum(start + share, end)
-        masked_from = tl.minimum(tl.maximum(masked_from, start), end)
+        limit = limit * 0 + context + query_len - 1
     qk_scale = scale * k_scale * 1.4426950408889634
     acc = tl.zeros([ROWS, DP], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
