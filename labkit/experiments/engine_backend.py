@@ -10,10 +10,10 @@ from labkit.errors import UnsupportedError
 from labkit.experiments.backend import Emit, IsCancelled
 from labkit.experiments.run import RunOptions, WorkloadRun
 from labkit.experiments.serialise import from_plain, rows_to_plain, to_plain
-from labkit.versions import versions
 from labkit.memory.records import MemoryPlan
 from labkit.specs.model_spec import ModelSpec
 from labkit.specs.workload import Workload
+from labkit.versions import versions
 
 
 class EngineBackend:

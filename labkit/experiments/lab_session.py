@@ -157,7 +157,8 @@ class LabSession:
             self._cancel.clear()
             config = self._config(config, changes)
             job = self._job(config, workload, options, tell)
-            log = _RunLog(self.store if keep else None, _blank_record(job, config, name or name_of(config, self.config)), tell)
+            record = _blank_record(job, config, name or name_of(config, self.config))
+            log = _RunLog(self.store if keep else None, record, tell)
             return self._carry_out(job, log, self._records if keep else [], tell)
         except LabkitError as error:
             tell(error_event(error))
