@@ -196,7 +196,7 @@ def doctor(
     model: Model = DEFAULT_MODEL,
     gpu: Gpu = "auto",
     workload: Annotated[str | None, typer.Option(help="Traffic for the preflight.")] = None,
-    vllm: Vllm = "0.33.0",
+    vllm: Annotated[str | None, typer.Option(help="A vLLM release that is wanted here, 0.6 to 0.33.")] = None,
     server: Annotated[str | None, typer.Option(help="A running server's address, for the preflight.")] = None,
     test: Annotated[bool, typer.Option(help="Compute something as well.")] = True,
     as_json: AsJson = False,
@@ -208,9 +208,9 @@ def doctor(
     from labkit.doctor.run import doctor as examine
 
     if preflight:
-        found = preflight_of(model, gpu, knobs, Machine(), trace=workload, vllm=vllm, server=server)
+        found = preflight_of(model, gpu, knobs, Machine(), trace=workload, vllm=vllm or "0.33.0", server=server)
     else:
-        found = examine(Request(which_vllm, model_folder, write_missing, error_text, test))
+        found = examine(Request(which_vllm, model_folder, write_missing, error_text, test, vllm))
     if as_json:
         show_json(found.to_dict())
     else:
@@ -357,6 +357,14 @@ def bench_engine_command(path: Results = Path("results/engine-cpu.json"), rounds
     from labkit.engine.bench import bench_engine
 
     show_summary(bench_engine(path, rounds=rounds, on_progress=out), path)
+
+
+@bench_app.command("engine-gpu")
+def bench_engine_gpu_command(path: Results = Path("results/engine-gpu.json")) -> None:
+    """Throughput, latency and change of a knob on this machine's card, against vLLM's recorded numbers."""
+    from labkit.engine.bench_gpu import bench_engine_gpu
+
+    show_summary(bench_engine_gpu(path, on_progress=out), path)
 
 
 @bench_app.command("planner")

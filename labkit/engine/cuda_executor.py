@@ -6,7 +6,9 @@ card.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,6 +85,9 @@ class CudaExecutor:
     The pool takes what is left of the budget: utilization of the card's total, less weights, tables, the peak of the
     largest step and the graphs, each measured. `plan` is then the given one with the blocks that were allocated.
 
+    Attributes:
+        times: a list to which each step adds the events of its begin and end on the device; None adds nothing.
+
     Args:
         decoder: on the card, with plain (not packed) weights.
         plan: resolved configuration.
@@ -100,6 +105,7 @@ class CudaExecutor:
         self._stream = torch.cuda.Stream(self._device) if self._on_card else None
         self._allocated: _Allocated | None = None
         self._turn = 0
+        self.times: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         if self._on_card:
             torch.cuda.set_device(self._device)
             self._measured.outside_bytes = look_at(self._device).other_bytes
@@ -116,8 +122,7 @@ class CudaExecutor:
                 plan, self._allocated.cache.form, self._allocated.cache.num_blocks, self.plan.num_swap_blocks
             )
             return
-        self._allocated = None
-        give_back(self._device)
+        self._drop()
         self._asked = plan
         self._allocate(plan)
 
@@ -139,6 +144,9 @@ class CudaExecutor:
         decodes_only = batch.num_tokens == len(batch.sequences) and not penalized
         size = memory.graphs.size_for(batch.num_tokens) if memory.graphs is not None and decodes_only else 0
         step = arrange(batch, memory.tables, memory.cache.form.block_size, pad_to=size)
+        started = None if self.times is None else torch.cuda.Event(enable_timing=True)
+        if started is not None:
+            started.record()
         tensors = memory.staging.send(step)
         if size:
             tokens = memory.graphs.replay(size)  # type: ignore[union-attr]
@@ -146,7 +154,7 @@ class CudaExecutor:
             tokens = self._compute(
                 memory, tensors, [batch.sequences[index] for index in step.sampled] if penalized else []
             )
-        return self._send_back(memory, tokens, _rows_in_order(step, batch))
+        return self._send_back(memory, tokens, _rows_in_order(step, batch), started)
 
     def collect(self, pending: PendingStep) -> list[int]:
         """Wait for a step and return its tokens as `execute` does."""
@@ -171,6 +179,13 @@ class CudaExecutor:
 
     def close(self) -> None:
         """See `Executor.close`."""
+        self._drop()
+        gc.collect()
+
+    def _drop(self) -> None:
+        """Give the memory of the last plan back; without its graphs it is in no cycle, so it goes at once."""
+        if self._allocated is not None:
+            self._allocated.graphs = None
         self._allocated = None
         give_back(self._device)
 
@@ -197,14 +212,10 @@ class CudaExecutor:
         form = cache_format(plan.model, config.block_size, config.kv_cache_dtype, decoder.dtype, decoder.tp_size)
         self.plan = with_blocks(plan, form, plan.num_gpu_blocks, plan.num_swap_blocks)
         if self._on_card:
-            trial = self._build(with_blocks(plan, form, 1, 0))
-            costs = self._costs(trial, plan)
-            tables_bytes = trial.tables_bytes
-            del trial
-            give_back(self._device)
+            costs = self._costs(plan, form)
             num_blocks = num_blocks_of(
                 plan, form, look_at(self._device), costs,
-                weights=self._weights_bytes, workspace=self._workspace_bytes(), tables=tables_bytes,
+                weights=self._weights_bytes, workspace=self._workspace_bytes(),
             )  # fmt: skip
             self.plan = with_blocks(plan, form, num_blocks, _swap_blocks(plan, form))
         memory = self._build(self.plan)
@@ -242,21 +253,28 @@ class CudaExecutor:
             config.kv_cache_dtype, self._captures(plan),
         )  # fmt: skip
 
-    def _costs(self, trial: _Allocated, plan: MemoryPlan) -> StepCosts:
-        """Peak of the largest step and bytes of the graphs, measured once for each shape of step."""
+    def _costs(self, plan: MemoryPlan, form: CacheFormat) -> StepCosts:
+        """What a step takes beside the pool, measured over a pool of one block, once for each shape of step."""
         key = self._shape_key(plan)
         if key not in self._measured.costs:
-            before = look_at(self._device).allocated_bytes
-            self._compute(trial, trial.staging.send(largest_step(plan, trial.tables)))
-            torch.cuda.synchronize(self._device)
-            kept = look_at(self._device).allocated_bytes
-            self._measured.library_bytes += max(0, kept - before)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._compute(trial, trial.staging.send(largest_step(plan, trial.tables)))
-            peak = torch.cuda.max_memory_allocated(self._device) - kept
+            trial = self._build(with_blocks(plan, form, 1, 0))
+            peak = self._peak(trial, plan)
             graphs = self._graphs_estimate(trial, plan) if self._captures(plan) else 0
-            self._measured.costs[key] = StepCosts(peak, graphs)
+            self._measured.costs[key] = StepCosts(peak, graphs, trial.tables_bytes)
+            del trial
+            give_back(self._device)
         return self._measured.costs[key]
+
+    def _peak(self, trial: _Allocated, plan: MemoryPlan) -> int:
+        """Most bytes that the largest step has at one moment; what its first run leaves behind is the libraries'."""
+        before = look_at(self._device).allocated_bytes
+        self._compute(trial, trial.staging.send(largest_step(plan, trial.tables)))
+        torch.cuda.synchronize(self._device)
+        kept = look_at(self._device).allocated_bytes
+        self._measured.library_bytes += max(0, kept - before)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._compute(trial, trial.staging.send(largest_step(plan, trial.tables)))
+        return torch.cuda.max_memory_allocated(self._device) - kept
 
     def _graphs_estimate(self, trial: _Allocated, plan: MemoryPlan) -> int:
         """From the two largest graphs over a pool of one block: the first owns the memory, the others share it."""
@@ -289,6 +307,7 @@ class CudaExecutor:
         return is_new
 
     def _used_bytes(self) -> int:
+        torch.cuda.empty_cache()
         card = look_at(self._device)
         return card.total_bytes - card.free_bytes
 
@@ -328,14 +347,16 @@ class CudaExecutor:
                 penalize(logits[row], sequence.token_ids, sequence.request.sampling.repetition_penalty)
         return logits
 
-    def _send_back(self, memory: _Allocated, tokens: torch.Tensor, rows: list[int]) -> PendingStep:
+    def _send_back(self, memory: _Allocated, tokens: torch.Tensor, rows: list[int], started: Any) -> PendingStep:
         self._turn ^= 1
         result = memory.results[self._turn][: tokens.shape[0]]
         result.copy_(tokens, non_blocking=True)
         done = None
         if self._on_card:
-            done = torch.cuda.Event()
+            done = torch.cuda.Event(enable_timing=started is not None)
             done.record()
+            if started is not None and self.times is not None:
+                self.times.append((started, done))
         return PendingStep(result, rows, done)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 from dataclasses import dataclass
 
@@ -38,7 +37,6 @@ def look_at(device: torch.device) -> CardMemory:
 
 def give_back(device: torch.device) -> None:
     """Return what torch holds and nobody uses to the driver."""
-    gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -51,21 +49,16 @@ class StepCosts:
     Attributes:
         activation_bytes: torch's peak over what was allocated before, in the largest step.
         graphs_bytes: of all captured graphs, from the first two.
+        tables_bytes: block tables, inputs and the decode kernel's scratch.
     """
 
     activation_bytes: int = 0
     graphs_bytes: int = 0
+    tables_bytes: int = 0
 
 
 def num_blocks_of(
-    plan: MemoryPlan,
-    form: CacheFormat,
-    card: CardMemory,
-    costs: StepCosts,
-    *,
-    weights: int,
-    workspace: int,
-    tables: int,
+    plan: MemoryPlan, form: CacheFormat, card: CardMemory, costs: StepCosts, *, weights: int, workspace: int
 ) -> int:
     """KV blocks that fit: utilization of the card's total, less weights, tables, peak, graphs and workspace.
 
@@ -78,7 +71,7 @@ def num_blocks_of(
     config = plan.config
     budget = math.ceil(card.total_bytes * config.gpu_memory_utilization)
     within_reach = card.free_bytes + card.reserved_bytes + workspace
-    used = weights + tables + workspace + costs.activation_bytes + costs.graphs_bytes
+    used = weights + costs.tables_bytes + workspace + costs.activation_bytes + costs.graphs_bytes
     available = budget - used if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
     if config.num_gpu_blocks_override is not None:
         available = config.num_gpu_blocks_override * form.block_bytes

@@ -19,6 +19,8 @@ from labkit.text import plain
 
 Detokenizer = Callable[[SequenceOf[int]], str]
 FREE_BLOCK, CACHED_BLOCK = -1, -2
+# Stands in a sequence for the token that the device has and the host does not know yet.
+UNKNOWN_TOKEN = -1
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class Engine:
         clock: seconds, rising; a virtual one for simulation.
         detokenize: token ids → text, needed for stop strings.
         hash_function: of prefix blocks.
+        overlap: with an executor that can, put the next step together while the device computes this one; tokens
+            are then in the result of the step after theirs.
 
     Raises:
         DoesNotFitError: the plan has no block.
@@ -97,6 +101,7 @@ class Engine:
         clock: Clock | None = None,
         detokenize: Detokenizer | None = None,
         hash_function: HashFunction = block_hash,
+        overlap: bool = True,
     ) -> None:
         _check_plan(plan)
         self.plan = plan
@@ -109,6 +114,9 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self._finished: list[RequestOutput] = []
         self._next_index = 0
+        self._overlaps = overlap and hasattr(self._executor, "submit")
+        self._in_flight: tuple[ScheduledBatch, Any] | None = None
+        self._early: tuple[TokenOutput, ...] = ()
         self._scheduler = self._new_scheduler()
 
     @property
@@ -148,17 +156,8 @@ class Engine:
         """Compute one step. When the executor raises, the error goes on to the caller, every running request is
         computed anew from its tokens, and the engine stays usable."""
         start_s = self._clock()
-        batch = self._scheduler.schedule()
-        if batch.sequences or batch.swap_out:
-            try:
-                token_ids = self._executor.execute(batch)
-            except BaseException:
-                self._scheduler.forget_all_kv()
-                raise
-        else:
-            token_ids = []
-        self._scheduler.advance(batch)
-        outputs = self._take_tokens(batch, token_ids, self._clock())
+        batch, outputs = self._step_ahead() if self._overlaps else self._step_now()
+        outputs, self._early = self._early + outputs, ()
         finished, self._finished = tuple(self._finished), []
         return self._result(batch, start_s, outputs, finished)
 
@@ -179,6 +178,7 @@ class Engine:
             DoesNotFitError: the plan has no block; the engine goes on as before.
         """
         _check_plan(plan)
+        self._early += self._collect()
         self._executor.reconfigure(plan)
         self.plan = getattr(self._executor, "plan", plan)
         self._scheduler = self._new_scheduler()
@@ -213,7 +213,71 @@ class Engine:
         """Cancel what is left and give the memory back; a second call does nothing."""
         for request_id in list(self._sequences):
             self.abort(request_id)
+        self._in_flight = None
         self._executor.close()
+
+    def _step_now(self) -> tuple[ScheduledBatch, tuple[TokenOutput, ...]]:
+        """Schedule, compute, take the tokens."""
+        batch = self._scheduler.schedule()
+        token_ids: list[int] = []
+        if batch.sequences or batch.swap_out:
+            try:
+                token_ids = self._executor.execute(batch)
+            except BaseException:
+                self._scheduler.forget_all_kv()
+                raise
+        self._scheduler.advance(batch)
+        return batch, self._take_tokens(batch, token_ids, self._clock())
+
+    def _step_ahead(self) -> tuple[ScheduledBatch, tuple[TokenOutput, ...]]:
+        """Schedule and queue a step over tokens that are still on the device, then take those of the step before.
+
+        A request that turns out to have ended rides along once more; its row is ignored, and what the device writes
+        for it comes, in stream order, before anyone else uses its blocks.
+        """
+        outputs = self._collect() if self._needs_tokens() else ()
+        batch = self._scheduler.schedule()
+        pending = None
+        if batch.sequences or batch.swap_out:
+            pending = self._computed(lambda: self._executor.submit(batch))  # type: ignore[attr-defined]
+        outputs += self._collect()
+        self._scheduler.advance(batch)
+        for sequence, samples in zip(batch.sequences, batch.samples, strict=True):
+            if samples and sequence.status is not Status.FINISHED:
+                sequence.token_ids.append(UNKNOWN_TOKEN)
+        self._in_flight = None if pending is None else (batch, pending)
+        return batch, outputs
+
+    def _collect(self) -> tuple[TokenOutput, ...]:
+        """Wait for the step in flight and take its tokens."""
+        if self._in_flight is None:
+            return ()
+        batch, pending = self._in_flight
+        token_ids = self._computed(lambda: self._executor.collect(pending))  # type: ignore[attr-defined]
+        self._in_flight = None
+        return self._take_tokens(batch, token_ids, self._clock())
+
+    def _computed(self, call: Callable[[], Any]) -> Any:
+        """What the executor gives; when it raises, every running request is to be computed anew."""
+        try:
+            return call()
+        except BaseException:
+            self._forget_in_flight()
+            self._scheduler.forget_all_kv()
+            raise
+
+    def _needs_tokens(self) -> bool:
+        """Whether the next step cannot be put together without the tokens in flight: a penalty counts them, or a
+        request that is alone may outgrow the pool, which ends it with what it has."""
+        if len(self._scheduler.running) == 1 and not self._scheduler.pool.num_available:
+            return True
+        sequences = () if self._in_flight is None else self._in_flight[0].sequences
+        return any(sequence.request.sampling.repetition_penalty != 1.0 for sequence in sequences)
+
+    def _forget_in_flight(self) -> None:
+        self._in_flight = None
+        for sequence in self._sequences.values():
+            _drop_unknown(sequence)
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self.plan, on_finish=self._report, hash_function=self._hash_function)
@@ -245,8 +309,9 @@ class Engine:
         outputs = []
         tokens = iter(token_ids)
         for sequence, samples in zip(batch.sequences, batch.samples, strict=True):
-            if samples:
-                token_id = next(tokens)
+            token_id = next(tokens) if samples else UNKNOWN_TOKEN
+            if samples and sequence.status is not Status.FINISHED:
+                _drop_unknown(sequence)
                 self._append(sequence, token_id, now)
                 outputs.append(TokenOutput(sequence.request.request_id, token_id, sequence.finish_reason))
         return tuple(outputs)
@@ -281,6 +346,7 @@ class Engine:
     def _report(self, sequence: Sequence) -> None:
         """The sequence is finished: forget it, and keep its output for the next step's result."""
         request = sequence.request
+        _drop_unknown(sequence)
         sequence.finish_s = self._clock()
         del self._sequences[request.request_id]
         self._finished.append(
@@ -324,6 +390,11 @@ class Engine:
             num_preemptions=batch.num_preemptions,
             num_swapped_blocks=len(batch.swap_out) + len(batch.swap_in),
         )
+
+
+def _drop_unknown(sequence: Sequence) -> None:
+    if sequence.token_ids[-1] == UNKNOWN_TOKEN:
+        sequence.token_ids.pop()
 
 
 def _ends_with_stop(sequence: Sequence, detokenize: Detokenizer) -> bool:

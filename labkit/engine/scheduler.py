@@ -90,8 +90,9 @@ class Scheduler:
     def advance(self, batch: ScheduledBatch) -> None:
         """Note that `batch` was computed; full blocks become findable by prefix."""
         for row, sequence in enumerate(batch.sequences):
-            sequence.num_computed_tokens = batch.seq_lens[row]
-            self._register_full_blocks(sequence)
+            if sequence.status is Status.RUNNING:
+                sequence.num_computed_tokens = batch.seq_lens[row]
+                self._register_full_blocks(sequence)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence and drop its blocks; a finished one stays as it is."""
@@ -135,6 +136,9 @@ class Scheduler:
         position = 0
         while position < len(self.running):
             sequence = self.running[position]
+            if sequence.is_complete:
+                position += 1
+                continue
             # One token stays for each younger one, so that nobody stalls behind a long prompt.
             others = len(self.running) - position - 1
             count = min(sequence.num_tokens_to_compute, step.budget - others)

@@ -74,6 +74,11 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def is_complete(self) -> bool:
+        """Whether its last token is made already, though perhaps not known yet."""
+        return self.num_output_tokens >= self.max_tokens
+
+    @property
     def max_num_tokens(self) -> int:
         """Tokens of KV at its longest; the last output token needs none."""
         return self.num_prompt_tokens + self.max_tokens - 1

@@ -50,7 +50,7 @@ BUGS = {
     "last block is never given": (Scheduler._admit, "> self.pool.num_available", ">= self.pool.num_available"),
     "sent back without forgetting": (Sequence.forget_kv, "self.num_computed_tokens = 0", "pass"),
     "cancelled request keeps its blocks": (Scheduler._leave, "self.pool.free(sequence.block_table)", "pass"),
-    "failed step is taken as done": (Engine.step, "self._scheduler.forget_all_kv()", "self._scheduler.advance(batch)"),
+    "failed step is taken as done": (Engine._step_now, "_scheduler.forget_all_kv()", "_scheduler.advance(batch)"),
     "computed tokens off by one": (Scheduler.advance, "= batch.seq_lens[row]", "= batch.seq_lens[row] - 1"),
     "token out of an unfinished prompt": (_add_rows, "start + count == sequence.num_tokens", "True"),
     "old keys after a new block size": (Engine._requeue, "sequence.keys = []", "pass"),

@@ -1,0 +1,285 @@
+"""`labkit bench engine-gpu`: throughput, latency, start and change of a knob on one card, random weights.
+
+Workloads and bars are those of vLLM 0.25.1 on one H200: "nano" is 256 requests at once, prompts and outputs uniform
+from 100 to 1024 tokens, temperature 0.6, no end token. Only tokens that were asked for count.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from labkit.errors import UnsupportedError
+from labkit.results import at_least, at_most, write_results
+
+NANO_MODEL, LARGE_MODEL = "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B"
+# Output tokens/s of vLLM 0.25.1 on one H200; of the bytes that must move; start after a changed flag in seconds.
+VLLM_NANO, VLLM_LARGE, VLLM_ALONE, NANO_FLOOR, VLLM_START_S = 24000, 9700, 200, 41000, 67.0
+BASELINE = (
+    "vLLM 0.25.1 on one H200, recorded 2026-11-30: nano 24,203 tokens/s, 256 × 512→256 9,723, alone 200, start 67 s"
+)
+RECONFIGURATIONS = 200
+Job = tuple[int, int]
+
+
+def nano_jobs(seed: int = 0) -> list[Job]:
+    """Prompt and output tokens of the 256 requests."""
+    rng = random.Random(seed)
+    return [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
+
+
+class Bench:
+    """One model on the card and what is measured with it."""
+
+    def __init__(self, model: str, on_progress: Callable[[str], None]) -> None:
+        import torch
+
+        from labkit.models import load_model_weights
+        from labkit.specs import load_gpu, load_model
+
+        self.torch, self.say = torch, on_progress
+        self.spec, self.gpu = load_model(model), load_gpu("H200")
+        self.decoder = load_model_weights(self.spec, dtype="bfloat16", load_format="dummy", device="cuda")
+
+    def plan(self, **knobs: Any) -> Any:
+        """The plan of `knobs` over the baseline's."""
+        from labkit.memory import plan
+        from labkit.specs.engine_config import EngineConfig
+
+        base = {"max_model_len": 4096, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
+        return plan(self.spec, self.gpu, EngineConfig(**{**base, "enable_prefix_caching": False, **knobs}))
+
+    def engine(self, *, overlap: bool = True, **knobs: Any) -> Any:
+        """A new engine over the weights."""
+        from labkit.engine.engine import Engine
+
+        return Engine(self.decoder, self.plan(**knobs), overlap=overlap)
+
+    def add(self, engine: Any, jobs: list[Job], *, first_id: int = 0, temperature: float = 0.6) -> None:
+        """Queue `jobs` with random prompts."""
+        from labkit.engine.sampling_params import EngineRequest, SamplingParams
+
+        rng = random.Random(1)
+        for index, (num_prompt, num_output) in enumerate(jobs):
+            prompt = tuple(rng.randrange(self.spec.vocab_size) for _ in range(num_prompt))
+            sampling = SamplingParams(max_tokens=num_output, ignore_eos=True, temperature=temperature)
+            engine.add_request(EngineRequest(first_id + index, prompt, sampling))
+
+    def throughput(self, name: str, jobs: list[Job], *, rounds: int = 1, overlap: bool = True, **knobs: Any) -> dict:
+        """Output tokens per second from the first step to the last token, best round; the first one warms up."""
+        engine = self.engine(overlap=overlap, **knobs)
+        self.add(engine, [(128, 4)] * 8, first_id=10**6)
+        _drain(engine)
+        best: dict[str, Any] = {}
+        for _ in range(rounds):
+            self.add(engine, jobs)
+            times: list[tuple[Any, Any]] = []
+            engine.executor.times = times
+            self.torch.cuda.synchronize()
+            start = time.perf_counter()
+            steps = _drain(engine)
+            self.torch.cuda.synchronize()
+            wall_s = time.perf_counter() - start
+            engine.executor.times = None
+            busy_s = sum(begin.elapsed_time(end) for begin, end in times) / 1000
+            decode_s = [step.duration_s for step in steps if step.num_prefill_tokens == 0 and step.num_decode_tokens]
+            row = {
+                "name": name, "output_tokens_per_s": sum(count for _, count in jobs) / wall_s, "wall_s": wall_s,
+                "num_steps": len(steps), "gpu_busy_share": busy_s / wall_s,
+                "median_decode_step_ms": 1000 * _median(decode_s),
+                "num_preemptions": sum(step.num_preemptions for step in steps),
+                "num_gpu_blocks": engine.plan.num_gpu_blocks, "overlap": overlap, "knobs": knobs,
+            }  # fmt: skip
+            best = max(best or row, row, key=lambda entry: entry["output_tokens_per_s"])
+        engine.close()
+        self.say(f"{name}: {best['output_tokens_per_s']:.0f} tokens/s, GPU busy {best['gpu_busy_share']:.3f}")
+        return best
+
+    def first_token_after_change(self, *, enforce_eager: bool) -> dict:
+        """Seconds from a changed block size to the first token; the median of changes there and back."""
+        engine = self.engine(enforce_eager=enforce_eager)
+        seconds = []
+        for number, block_size in enumerate((32, 16, 32, 16, 32)):
+            start = time.perf_counter()
+            engine.reconfigure(self.plan(enforce_eager=enforce_eager, block_size=block_size))
+            self.add(engine, [(128, 1)], first_id=10**7 + number)
+            _drain(engine)
+            seconds.append(time.perf_counter() - start)
+        parts = engine.memory_parts()
+        engine.close()
+        name = f"configure to first token, {'eager' if enforce_eager else 'graphs'}"
+        self.say(f"{name}: {[round(second, 3) for second in seconds]}")
+        return {"name": name, "seconds": seconds, "median_s": _median(seconds[2:]), "memory_parts": parts}
+
+    def lost_bytes(self, count: int = RECONFIGURATIONS) -> dict:
+        """Bytes that torch has allocated or reserved more after `count` random changes than after the first."""
+        rng = random.Random(5)
+        engine = self.engine(enforce_eager=True, gpu_memory_utilization=0.3)
+        home = self.plan(enforce_eager=True, gpu_memory_utilization=0.3)
+        seen = []
+        for number in range(count + 1):
+            knobs = {
+                "block_size": rng.choice([16, 32]), "kv_cache_dtype": rng.choice(["auto", "fp8"]),
+                "max_num_seqs": rng.choice([64, 256]), "enforce_eager": number % 20 != 0,
+                "gpu_memory_utilization": rng.choice([0.2, 0.3, 0.4]),
+            }  # fmt: skip
+            engine.reconfigure(self.plan(**knobs))
+            if number in (20, count):
+                self.add(engine, [(200, 2)] * 4, first_id=10**8 + 10 * number)
+                _drain(engine)
+                engine.reconfigure(home)
+                seen.append((self.torch.cuda.memory_allocated(), self.torch.cuda.memory_reserved()))
+        engine.close()
+        lost = max(after - before for before, after in zip(*seen, strict=True))
+        return {"name": f"{count} reconfigurations", "lost_bytes": lost}
+
+    def mixed_load(self) -> dict:
+        """p99 of the time between tokens of 32 requests, undisturbed and while a 32k prompt is prefilled in chunks."""
+        engine = self.engine(max_model_len=36000, max_num_batched_tokens=2048)
+        self.add(engine, [(512, 600)] * 32)
+        quiet: list[float] = []
+        busy: list[float] = []
+        while engine.has_unfinished and not (busy and len(quiet) > 200):
+            result = engine.step()
+            if result.num_decode_tokens < 32:
+                continue
+            if result.num_prefill_tokens:
+                busy.append(result.duration_s)
+            else:
+                quiet.append(result.duration_s)
+                if len(quiet) == 200:
+                    self.add(engine, [(32768, 1)], first_id=10**6)
+        engine.close()
+        quiet_ms, busy_ms = 1000 * _p99(quiet[:200]), 1000 * _p99(busy)
+        return {
+            "name": "mixed load", "quiet_p99_ms": quiet_ms, "busy_p99_ms": busy_ms, "ratio": busy_ms / quiet_ms,
+            "num_quiet": len(quiet), "num_busy": len(busy),
+        }  # fmt: skip
+
+
+def _drain(engine: Any) -> list[Any]:
+    steps = []
+    while engine.has_unfinished:
+        steps.append(engine.step())
+    return steps
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))] if values else float("nan")
+
+
+_COLD = """
+import time, sys
+start = float(sys.argv[1])
+from labkit.engine.bench_gpu import Bench, NANO_MODEL, _drain
+bench = Bench(NANO_MODEL, print)
+engine = bench.engine()
+bench.add(engine, [(128, 1)])
+_drain(engine)
+print("SECONDS", time.time() - start)
+"""
+
+
+def cold_start() -> dict[str, Any]:
+    """Seconds from the start of a new Python to the first token, compiled kernels already on disk."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _COLD, str(time.time())], env=environment, capture_output=True, text=True, timeout=300
+    )
+    seconds = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("SECONDS")]
+    return {"name": "cold start", "seconds": seconds[0] if seconds else None, "error": done.stderr[-500:]}
+
+
+def run_bench(on_progress: Callable[[str], None], on_rows: Callable[[dict[str, dict]], object]) -> None:
+    """All measurements; `on_rows` gets them after each. One that fails is a row with its error, and a miss."""
+    rows: dict[str, dict] = {}
+
+    def measure(key: str, call: Callable[[], dict]) -> None:
+        start = time.perf_counter()
+        try:
+            rows[key] = call()
+        except Exception as error:
+            rows[key] = {"name": key, "error": f"{type(error).__name__}: {error}"[:500]}
+            on_progress(traceback.format_exc(limit=-5))
+        rows[key]["took_s"] = time.perf_counter() - start
+        on_progress(f"[{rows[key]['took_s']:.1f} s] {rows[key]}")
+        on_rows(rows)
+
+    bench = Bench(NANO_MODEL, on_progress)
+    measure("nano", lambda: bench.throughput("nano", nano_jobs(), rounds=2))
+    measure("graphs", lambda: bench.first_token_after_change(enforce_eager=False))
+    measure("eager", lambda: bench.first_token_after_change(enforce_eager=True))
+    measure("nano_fp8", lambda: bench.throughput("nano, fp8 KV", nano_jobs(), kv_cache_dtype="fp8"))
+    measure("nano_no_overlap", lambda: bench.throughput("nano, no overlap", nano_jobs(), overlap=False))
+    measure("mixed", bench.mixed_load)
+    measure("lost", bench.lost_bytes)
+    measure("cold", cold_start)
+    del bench.decoder
+    bench.torch.cuda.empty_cache()
+    large = Bench(LARGE_MODEL, on_progress)
+    measure("large", lambda: large.throughput("256 × 512→256", [(512, 256)] * 256))
+    measure("alone", lambda: large.throughput("1 × 512→256", [(512, 256)]))
+
+
+def summarize(rows: dict[str, dict]) -> dict[str, dict]:
+    """The promised numbers from the measurements by key."""
+
+    def value(key: str, name: str) -> float | None:
+        return rows.get(key, {}).get(name)
+
+    def ratio(above: float | None, below: float | None) -> float | None:
+        return above / below if above is not None and below else None
+
+    nano, changed = value("nano", "output_tokens_per_s"), value("graphs", "median_s")
+    return {
+        "nano_tokens_per_s": at_least(nano, VLLM_NANO, 28000),
+        "nano_share_of_floor": at_least(ratio(nano, NANO_FLOOR), 0.58, 0.70),
+        "llama_8b_256_tokens_per_s": at_least(value("large", "output_tokens_per_s"), VLLM_LARGE, 10700),
+        "llama_8b_alone_tokens_per_s": at_least(value("alone", "output_tokens_per_s"), VLLM_ALONE, 245),
+        "configure_to_first_token_graphs_s": at_most(changed, 2.0, 1.0),
+        "configure_to_first_token_eager_s": at_most(value("eager", "median_s"), 0.5, 0.2),
+        "cold_start_s": at_most(value("cold", "seconds"), 15.0, 8.0),
+        "change_vs_vllm_start": at_least(ratio(VLLM_START_S, changed), 30.0, 60.0),
+        "gpu_busy_share": at_least(value("nano", "gpu_busy_share"), 0.95, 0.98),
+        "fp8_kv_vs_16_bit": at_least(ratio(value("nano_fp8", "output_tokens_per_s"), nano), 1.15, 1.35),
+        "lost_bytes_200_reconfigurations": at_most(value("lost", "lost_bytes"), 0),
+        "mixed_load_p99_ratio": at_most(value("mixed", "ratio"), 3.0, 2.0),
+    }
+
+
+def bench_engine_gpu(path: str | Path, *, on_progress: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measure and write the results file.
+
+    Raises:
+        UnsupportedError: there is no card.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "this benchmark needs an NVIDIA card and a torch built for it", works="labkit bench engine"
+        )
+    card = f"{torch.cuda.get_device_name()}, {torch.cuda.mem_get_info()[1] / 2**30:.2f} GiB"
+    facts = {"command": "labkit bench engine-gpu", "card": card, "baseline": BASELINE}
+    content: dict[str, Any] = {}
+
+    def write(rows: dict[str, dict]) -> None:
+        content.update(write_results(path, rows=list(rows.values()), summary=summarize(rows), **facts))  # type: ignore[arg-type]
+
+    run_bench(on_progress, write)
+    return content
+
+
+if __name__ == "__main__":
+    bench_engine_gpu(Path(sys.argv[1] if len(sys.argv) > 1 else "results/engine-gpu.json"))

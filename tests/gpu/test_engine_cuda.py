@@ -1,0 +1,276 @@
+"""The engine on a card: tokens against a plain forward pass, graphs, knobs, padding, memory given back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from labkit.engine import Engine, EngineRequest, SamplingParams
+from labkit.errors import DoesNotFitError
+from labkit.memory import plan as make_memory_plan
+from labkit.specs import load_gpu
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.model_spec import LayerSpec, ModelSpec
+
+NUM_REQUESTS = 11
+KNOBS = {
+    "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 400,
+    "gpu_memory_utilization": 0.1,
+}  # fmt: skip
+# Largest gap between the best logit and that of the token that was taken, by dtype of the model.
+NEAR_TIE = {"float32": 2e-3, "bfloat16": 0.25}
+
+
+def make_spec(**changes) -> ModelSpec:
+    layer = LayerSpec(kind="full", num_heads=9, num_kv_heads=3, head_dim=64)
+    fields = {
+        "name": "smol", "architecture": "", "model_type": "llama", "layers": (layer,) * 4, "hidden_size": 576,
+        "intermediate_size": 1536, "vocab_size": 4099, "max_position_embeddings": 1024, "dtype": "bfloat16",
+        "eos_token_ids": (0,), "tie_word_embeddings": False,
+    }  # fmt: skip
+    return ModelSpec(**{**fields, **changes})
+
+
+def make_decoder(spec: ModelSpec, dtype: str):
+    import torch
+
+    from labkit.models import load_model_weights
+
+    decoder = load_model_weights(spec, dtype=dtype, load_format="dummy", device="cuda")
+    torch.manual_seed(3)
+    decoder.weights.embedding.normal_(0, 0.3)
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def decoders():
+    return {dtype: make_decoder(make_spec(), dtype) for dtype in ("float32", "bfloat16")}
+
+
+def requests(max_tokens: int = 40, **sampling) -> list[EngineRequest]:
+    rng = random.Random(7)
+    return [
+        EngineRequest(
+            index,
+            tuple(rng.randrange(1, 4099) for _ in range(rng.randrange(1, 200))),
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling),
+        )
+        for index in range(NUM_REQUESTS)
+    ]
+
+
+def make_engine(decoder, **knobs) -> Engine:
+    config = EngineConfig(**{**KNOBS, **knobs}, dtype=str(decoder.dtype).removeprefix("torch."))
+    return Engine(decoder, make_memory_plan(decoder.spec, load_gpu("H200"), config))
+
+
+def drain(engine: Engine, asked: list[EngineRequest]):
+    for request in asked:
+        engine.add_request(request)
+    outputs, preemptions = {}, 0
+    while engine.has_unfinished:
+        for output in engine.step().finished:
+            outputs[output.request_id] = list(output.token_ids)
+            preemptions += output.num_preemptions
+        engine.check()
+    return [outputs[request.request_id] for request in asked], preemptions
+
+
+def serve(decoder, asked=None, **knobs):
+    engine = make_engine(decoder, **knobs)
+    try:
+        return drain(engine, asked or requests())
+    finally:
+        engine.close()
+
+
+def gaps(decoder, asked: list[EngineRequest], outputs: list[list[int]]):
+    """How far each token's logit is below the best one, by a plain forward pass over the whole sequence."""
+    import torch
+
+    from labkit.models.attention import DenseAttention
+
+    found = []
+    for request, output in zip(asked, outputs, strict=True):
+        tokens = torch.tensor([*request.prompt_token_ids, *output], device="cuda")
+        hidden = decoder.forward(
+            tokens, torch.arange(len(tokens), device="cuda"), DenseAttention(decoder.spec, [len(tokens)])
+        )
+        logits = decoder.logits(hidden[len(request.prompt_token_ids) - 1 : -1])
+        chosen = logits.gather(1, torch.tensor(output, device="cuda").unsqueeze(1)).squeeze(1)
+        found.append(logits.max(dim=-1).values - chosen)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_tokens_are_the_models_own_choice(decoders, dtype):
+    asked = requests()
+    outputs, _ = serve(decoders[dtype], asked)
+    below = gaps(decoders[dtype], asked, outputs)
+    assert float(below.max()) <= NEAR_TIE[dtype]
+    assert float((below == 0).float().mean()) > 0.97
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qk_norm": True, "model_type": "qwen3"},
+        {"qkv_bias": True, "model_type": "qwen2"},
+        {
+            "norm_offset": True, "sandwich_norms": True, "norms_per_layer": 4, "hidden_act": "gelu_pytorch_tanh",
+            "final_softcap": 20.0, "attention_softcap": 15.0, "model_type": "gemma2",
+            "layers": (
+                LayerSpec(kind="sliding", num_heads=9, num_kv_heads=3, head_dim=64, window=50),
+                LayerSpec(kind="full", num_heads=9, num_kv_heads=3, head_dim=64),
+            ),
+        },
+    ],
+    ids=lambda changes: changes["model_type"],
+)  # fmt: skip
+def test_other_families(changes):
+    decoder, asked = make_decoder(make_spec(**changes), "float32"), requests()
+    outputs, _ = serve(decoder, asked)
+    assert float(gaps(decoder, asked, outputs).max()) <= NEAR_TIE["float32"]
+
+
+def test_tokens_are_transformers_tokens(decoders):
+    import torch
+
+    from labkit.engine.bench import run_generate, transformers_twin
+
+    decoder, asked = decoders["float32"], requests()[:4]
+    model = transformers_twin(decoder).cuda()
+    outputs, _ = serve(decoder, asked)
+    for request, output in zip(asked, outputs, strict=True):
+        with torch.device("cuda"):
+            assert run_generate(model, [(list(request.prompt_token_ids), 40)]) == [output]
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"enforce_eager": True},
+        {"block_size": 32},
+        {"block_size": 1, "num_gpu_blocks_override": 6400},
+        {"max_num_batched_tokens": 8},
+        {"max_num_batched_tokens": 512, "enable_chunked_prefill": False},
+        {"max_num_seqs": 3},
+        {"enable_prefix_caching": False},
+        {"num_gpu_blocks_override": 40},
+        {"num_gpu_blocks_override": 40, "preemption_mode": "swap", "swap_space": 0.01},
+    ],
+    ids=str,
+)
+def test_knobs_do_not_change_tokens(decoders, knobs):
+    outputs, preemptions = serve(decoders["float32"], **knobs)
+    assert outputs == serve(decoders["float32"])[0]
+    if knobs.get("num_gpu_blocks_override") == 40:
+        assert preemptions > 0
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2", "int8_per_token_head"])
+def test_eight_bit_kv_stays_near_the_models_choice(decoders, kind):
+    asked = requests()
+    outputs, _ = serve(decoders["bfloat16"], asked, kv_cache_dtype=kind)
+    assert float(gaps(decoders["bfloat16"], asked, outputs).median()) <= 0.05
+
+
+def test_drawn_tokens_do_not_depend_on_batch_or_graphs(decoders):
+    asked = requests(temperature=0.9, top_p=0.95, top_k=200, seed=11)
+    baseline, _ = serve(decoders["float32"], asked)
+    assert serve(decoders["float32"], asked, enforce_eager=True, max_num_seqs=2)[0] == baseline
+    assert baseline != serve(decoders["float32"])[0]
+
+
+def test_padding_reads_and_writes_nothing(decoders):
+    """Three sequences run in the graph of four, in a pool full of NaN."""
+    import torch
+
+    asked = requests()[:3]
+    baseline, _ = serve(decoders["float32"], asked, enforce_eager=True)
+    engine = make_engine(decoders["float32"])
+    with torch.inference_mode():
+        for layer in engine.executor._allocated.cache.layers:
+            layer.k.fill_(float("nan"))
+            layer.v.fill_(float("nan"))
+    assert drain(engine, asked)[0] == baseline
+    engine.close()
+
+
+def test_pool_takes_what_the_budget_leaves(decoders):
+    import torch
+
+    engine = make_engine(decoders["bfloat16"], num_gpu_blocks_override=None, gpu_memory_utilization=0.2)
+    total = torch.cuda.mem_get_info()[1]
+    parts = engine.memory_parts()
+    inside = sum(size for part, size in parts.items() if part != "outside")
+    assert abs(inside - 0.2 * total) < 0.01 * 0.2 * total
+    assert parts["kv_cache"] == engine.plan.num_gpu_blocks * engine.plan.block_bytes
+    drain(engine, requests())
+    engine.close()
+
+
+def test_fifty_reconfigurations_lose_no_byte(decoders):
+    import torch
+
+    rng = random.Random(1)
+    engine = make_engine(decoders["bfloat16"])
+    start = engine.plan
+    gpu, seen = load_gpu("H200"), []
+    for number in range(51):
+        knobs = {
+            "block_size": rng.choice([16, 32]), "enforce_eager": rng.random() < 0.7,
+            "kv_cache_dtype": rng.choice(["auto", "fp8"]), "max_num_seqs": rng.choice([2, 4, 8]),
+            "num_gpu_blocks_override": rng.randrange(100, 500), "max_model_len": rng.choice([256, 512]),
+        }  # fmt: skip
+        config = EngineConfig(**{**KNOBS, **knobs}, dtype="bfloat16")
+        engine.reconfigure(make_memory_plan(engine.plan.model, gpu, config))
+        if number % 10 == 0:
+            drain(engine, requests(max_tokens=3))
+            engine.reconfigure(start)
+            torch.cuda.synchronize()
+            seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    engine.close()
+    assert len(set(seen[1:])) == 1
+
+
+def test_a_card_without_the_budget_free_says_what_fits(decoders, monkeypatch):
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free // 20, total))
+    with pytest.raises(DoesNotFitError, match="another process") as caught:
+        make_engine(decoders["bfloat16"], num_gpu_blocks_override=None, gpu_memory_utilization=0.9)
+    assert caught.value.knob == "gpu_memory_utilization"
+
+
+def test_out_of_memory_in_a_step_leaves_the_engine_usable(decoders, monkeypatch):
+    import torch
+
+    asked = requests()
+    baseline, _ = serve(decoders["float32"], asked)
+    engine = make_engine(decoders["float32"])
+    submit, calls = engine.executor.submit, []
+
+    def fail_once(batch):
+        calls.append(batch)
+        if len(calls) == 5:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory (injected)")
+        return submit(batch)
+
+    monkeypatch.setattr(engine.executor, "submit", fail_once)
+    for request in asked:
+        engine.add_request(request)
+    outputs, failures = {}, 0
+    while engine.has_unfinished:
+        try:
+            finished = engine.step().finished
+        except torch.cuda.OutOfMemoryError:
+            failures += 1
+            continue
+        outputs |= {output.request_id: list(output.token_ids) for output in finished}
+        engine.check()
+    assert failures == 1
+    assert [outputs[request.request_id] for request in asked] == baseline
+    engine.close()
