@@ -39,7 +39,13 @@ def examine_folder(folder: str | os.PathLike[str]) -> Examination:
             "folder", "problem", f"there is no folder {plain(path, 200)}", "the path is wrong or not mounted here",
             "give the folder that holds config.json",
         ),))  # fmt: skip
-    return Examination(title, tuple(_folder_checks(path)))
+    try:
+        return Examination(title, tuple(_folder_checks(path)))
+    except OSError as error:
+        return Examination(title, (Check(
+            "folder", "problem", plain(error, 300), "this user may not read it, or the disk fails",
+            f"ls -l {plain(path, 200)}",
+        ),))  # fmt: skip
 
 
 def _folder_checks(folder: Path) -> list[Check]:

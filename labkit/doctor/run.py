@@ -14,8 +14,8 @@ from labkit.doctor.machine import AnyMachine, Machine
 from labkit.doctor.model_folder import examine_folder
 from labkit.doctor.tokenizer_files import write_missing
 from labkit.doctor.true_test import run_true_test
-from labkit.doctor.which_vllm import find_vllm
-from labkit.errors import FileFormatError
+from labkit.doctor.which_vllm import check_wanted, find_vllm
+from labkit.errors import FileFormatError, OutOfRangeError
 from labkit.text import plain
 
 MAX_ERROR_BYTES = 64 * 2**20
@@ -31,6 +31,7 @@ class Request:
         write_missing: write a minimal tokenizer_config.json there if it has none.
         error_text: a line, a log, the path of a log, or "-" for standard input.
         true_test: compute something as well, in the examination of the environment.
+        wanted: a vLLM release that is wanted here, such as "0.33"; None for none in particular.
     """
 
     which_vllm: bool = False
@@ -38,6 +39,7 @@ class Request:
     write_missing: bool = False
     error_text: str | None = None
     true_test: bool = True
+    wanted: str | None = None
 
     @property
     def is_general(self) -> bool:
@@ -61,10 +63,15 @@ def doctor(request: Request, machine: AnyMachine | None = None) -> Examination:
     """All that `request` names, as one examination.
 
     Raises:
+        OutOfRangeError: `write_missing` without a folder.
         FileFormatError: `write_missing` without a readable tokenizer.json, or a log over 64 MiB.
     """
+    if request.write_missing and request.model_folder is None:
+        raise OutOfRangeError("nothing says where to write", needed="a model folder", knob="--model-folder")
     machine = machine or Machine()
     parts = []
+    if request.wanted is not None:
+        parts.append(Examination(f"vLLM {plain(request.wanted, 40)}", (check_wanted(machine, request.wanted),)))
     if request.is_general:
         parts.append(examine(machine, test=request.true_test))
     if request.which_vllm:

@@ -73,7 +73,8 @@ def read_vocabulary(path: Path) -> dict[str, int]:
         found = {str(text): number for text, number in vocabulary.items() if type(number) is int}
     else:
         raise FileFormatError(f"{plain(path, 200)} holds no vocabulary")
-    for entry in values.get("added_tokens") or ():
+    added = values.get("added_tokens")
+    for entry in added if isinstance(added, list) else ():
         if isinstance(entry, Mapping) and type(entry.get("id")) is int:
             found[str(entry.get("content"))] = entry["id"]
     if not found:

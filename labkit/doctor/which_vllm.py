@@ -178,6 +178,33 @@ def find_vllm(machine: AnyMachine) -> Examination:
     return Examination("vLLM releases for this machine", tuple(checks), facts)
 
 
+def check_wanted(machine: AnyMachine, version: str) -> Check:
+    """Whether one wanted release runs here, and the torch that it pins against the installed one."""
+    name = "wanted-vllm"
+    row = next((row for row in releases() if numbers(row.version)[:2] == numbers(version)[:2]), None)
+    if row is None:
+        known = f"{releases()[0].version} to {releases()[-1].version}"
+        return Check(name, "unknown", f"vLLM {version} is not in the table ({known})", "not recorded")
+    system, nvml = machine.system(), machine.nvml()
+    verdict = judge(
+        row, python=system.python, glibc=system.glibc, driver=nvml.driver, architecture=system.architecture,
+        capability=min((card.capability for card in nvml.cards if card.capability), default=None),
+    )  # fmt: skip
+    torch = machine.torch()
+    evidence = (
+        f"vLLM {row.version} pins torch {row.torch} (CUDA {row.cuda}); installed: {torch.version if torch else 'none'}"
+    )
+    if not verdict.runs:
+        return Check(name, "problem", evidence, "; ".join(verdict.reasons), "labkit doctor --which-vllm")
+    if torch is not None and machine.package("vllm") is None and torch.version.partition("+")[0] != row.torch:
+        return Check(
+            name, "warning", evidence, "installing it here would replace this environment's torch",
+            install_command(row),
+        )  # fmt: skip
+    return Check(name, "warning" if verdict.warnings else "ok", evidence, "; ".join(verdict.warnings),
+                 "" if machine.package("vllm") else install_command(row))  # fmt: skip
+
+
 def _seen(machine: AnyMachine, capabilities: list[tuple[int, int]]) -> Check:
     system, nvml = machine.system(), machine.nvml()
     parts: list[str] = [f"Python {system.python}", f"glibc {system.glibc or 'unknown'}", system.architecture]

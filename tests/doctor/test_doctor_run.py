@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from labkit.cli import app
 from labkit.doctor import FixedMachine, Machine, Request, doctor, examine
 from labkit.doctor.run import read_error_text
-from labkit.errors import FileFormatError
+from labkit.errors import FileFormatError, OutOfRangeError
 from tests.doctor.folders import good_folder
 
 STATUSES = {"ok", "warning", "problem", "unknown"}
@@ -51,6 +51,7 @@ def test_the_commands_json_is_one_document_with_the_exit_code():
           "--enforce-eager"), 1, "eager"),
         (("--preflight", "--gpu", "T4", "--model", "meta-llama/Llama-3.1-8B-Instruct"), 2, "fit"),
         (("--model-folder", "/no/such/folder"), 2, "no folder"),
+        (("--vllm", "0.99", "--no-test", "--error-text", "hello"), 0, "not in the table"),
     ],
 )  # fmt: skip
 def test_exit_codes_and_text(words, code, said):
@@ -151,3 +152,8 @@ def test_the_tables_are_in_the_package():
     folder = Path(sys.modules["labkit.doctor.run"].__file__).parent
     for name in ("vllm_wheels.json", "vllm_builds.json", "error_texts.json"):
         assert json.loads((folder / name).read_text())["source"]
+
+
+def test_write_missing_without_a_folder_is_refused():
+    with pytest.raises(OutOfRangeError, match="where to write"):
+        doctor(Request(write_missing=True), FixedMachine())

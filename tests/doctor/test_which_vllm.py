@@ -18,9 +18,9 @@ from labkit.doctor.cuda_rules import (
     torch_architectures,
     vllm_architectures,
 )
-from labkit.doctor.machine import FixedMachine, System
+from labkit.doctor.machine import FixedMachine, System, TorchFacts
 from labkit.doctor.nvml_facts import CardFacts, NvmlFacts
-from labkit.doctor.which_vllm import find_vllm, glibc_of_platform, judge, recorded, releases
+from labkit.doctor.which_vllm import check_wanted, find_vllm, glibc_of_platform, judge, recorded, releases
 
 
 def _machine(capability, driver, python="3.12.4", glibc="2.39") -> FixedMachine:
@@ -192,3 +192,21 @@ def test_the_recorder_reads_ranges_as_metadata_writes_them():
     found = {name: module.requirement(metadata, name) for name in ("torch", "transformers", "ray", "numba", "numpy")}
     assert found == {"torch": "==2.4.0", "transformers": ">=4.43.2,<5", "ray": ">=2.9", "numba": "", "numpy": None}
     assert module.platform_of(metadata) == "manylinux1_x86_64"
+
+
+@pytest.mark.parametrize(
+    ("version", "torch", "driver", "status", "word"),
+    [
+        ("0.19", None, "570.124", "ok", ""),
+        ("0.19.0", TorchFacts("2.10.0+cu128", "12.8"), "570.124", "ok", ""),
+        ("0.19", TorchFacts("2.13.0", "13.0"), "570.124", "warning", "replace this environment's torch"),
+        ("0.33.0", None, "570.124", "problem", "needs driver 580.65"),
+        ("0.19", None, "535.104", "warning", "without PTX"),
+        ("0.99", None, "570.124", "unknown", "not recorded"),
+        ("x", None, "570.124", "unknown", "not recorded"),
+    ],
+)
+def test_a_wanted_release(version, torch, driver, status, word):
+    check = check_wanted(replace(_machine((9, 0), driver), torch_facts=torch), version)
+    assert check.status == status, check
+    assert word in check.cause
