@@ -24,6 +24,8 @@ from labkit.advice.flags import (
 )
 from labkit.errors import OutOfRangeError
 from labkit.memory.records import MemoryPlan
+from labkit.memory.resolve import open_config
+from labkit.memory.rules import vllm_rules
 from labkit.specs.engine_config import EngineConfig, Knob
 from labkit.text import plain
 
@@ -142,12 +144,13 @@ def export_command(
 def export_plan(
     plan: MemoryPlan, version: str = DEFAULT_VERSION, *, reasons: Mapping[str, str] | None = None, port: int = 8000
 ) -> ExportedCommand:
-    """The settings of a plan as commands; what the CPU engine resolved for itself is left to the card.
+    """The settings of a plan as commands; what the model, the card or the CPU engine chose itself stays unsaid.
 
     Raises:
         OutOfRangeError: as `export_command`.
     """
-    config, own = plan.config, []
+    rules = None if plan.gpu.is_cpu else vllm_rules(version)
+    config, own = open_config(plan.model, plan.gpu, plan.config, rules), []
     if plan.gpu.is_cpu and config.dtype == "float32":
         own.append(NotExported("dtype", "float32", "the CPU engine computes in it; a card keeps the model's own type"))
         config = config.replace(dtype="auto")
@@ -227,7 +230,7 @@ def _container_model(model: str) -> tuple[str, str | None]:
     """Name of the model inside the container, and the host folder to mount for it, if it is a folder."""
     if os.path.isdir(model):
         folder = Path(model).resolve()
-        return f"/models/{folder.name}", str(folder)
+        return f"/models/{folder.name or 'model'}", str(folder)
     return model, None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from labkit.errors import OutOfRangeError, UnsupportedError
 from labkit.memory.rules import VersionRules
 from labkit.specs.engine_config import EngineConfig
@@ -41,6 +43,18 @@ def resolve_config(model: ModelSpec, gpu: GpuSpec, config: EngineConfig, rules: 
         tokens = max(tokens, max_model_len)
     _check_tokens(config, max_model_len, seqs, tokens)
     return config.replace(max_model_len=max_model_len, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+
+
+def open_config(model: ModelSpec, gpu: GpuSpec, resolved: EngineConfig, rules: VersionRules | None) -> EngineConfig:
+    """The inverse: `resolved` with None in every knob that `resolve_config` would fill in with the same value."""
+    opened = resolved
+    for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+        candidate = opened.replace(**{name: None})
+        # A default may contradict a value that was asked for: then the knob had to be stated.
+        with contextlib.suppress(OutOfRangeError):
+            if resolve_config(model, gpu, candidate, rules) == resolved:
+                opened = candidate
+    return opened
 
 
 def _labkit_defaults(config: EngineConfig) -> tuple[int, int]:

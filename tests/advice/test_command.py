@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from samples import sample_gpu, sample_plan
 
@@ -16,6 +17,8 @@ from labkit.advice import check_command, export_command, export_plan, known_vers
 from labkit.advice.command import FORMS
 from labkit.advice.vllm_check import check_with_vllm
 from labkit.errors import LabkitError, OutOfRangeError
+from labkit.memory import plan
+from labkit.specs import load_gpu, load_model
 from labkit.specs.engine_config import DTYPES, KV_CACHE_DTYPES, EngineConfig
 
 CONFIGS = st.builds(
@@ -67,6 +70,7 @@ def test_every_command_parses_on_its_version_and_never_swaps(config, version):
 @given(name=st.text(max_size=60))
 def test_any_model_name_stays_one_word_of_shell_docker_and_compose(name):
     exported = export_command(name, EngineConfig())
+    assume(not os.path.isdir(exported.words[2]))
     assert len(shlex.split(exported.serve)) == 3
     docker = shlex.split(exported.docker.replace("\\\n", " "))
     assert docker[-2:] == ["serve", exported.words[2]]
@@ -150,6 +154,20 @@ def test_what_the_cpu_engine_resolved_for_itself_is_left_to_the_card():
     assert "--dtype" not in exported.words
     assert [item.knob for item in exported.not_exported] == ["dtype", "cpu_memory_gib"]
     assert "--dtype" in export_plan(sample_plan(EngineConfig(dtype="float32"))).words
+
+
+def test_only_what_was_asked_for_is_in_the_command_of_a_plan():
+    model = load_model("qwen3-8b")
+    asked = {"max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 1024}
+    for gpu, engine in (("cpu", "labkit"), ("H100 SXM", "vllm")):
+        card = load_gpu(gpu)
+        bare = export_plan(plan(model, card, EngineConfig(), engine=engine))
+        assert bare.words == ("vllm", "serve", "Qwen/Qwen3-8B")
+        for name, value in asked.items():
+            words = export_plan(plan(model, card, EngineConfig(**{name: value}), engine=engine)).words
+            assert words[3:] == (f"--{name.replace('_', '-')}", str(value))
+        whole = export_plan(plan(model, card, EngineConfig(**asked), engine=engine)).words
+        assert set(whole[4::2]) == {"4096", "8", "1024"}
 
 
 @pytest.mark.parametrize("form", FORMS)
