@@ -355,7 +355,7 @@ def sample(
     ids = torch.empty(rows, MAX_CANDIDATES, dtype=torch.int32, device=logits.device)
     _sample_kernel[(rows,)](
         logits, *(tensor for _, tensor in parameters.named()), values, ids, thresholds, out, vocab, logits.stride(0),
-        MAX=MAX_CANDIDATES, PIVOTS=NUM_PIVOTS, TILE=_tile(vocab, 4096), PIVOT_TILE=_tile(vocab, 1024),
-        COMPACT_TILE=_tile(vocab, 8192), num_warps=16,
+        MAX=MAX_CANDIDATES, PIVOTS=NUM_PIVOTS, TILE=_tile(vocab, 2048), PIVOT_TILE=_tile(vocab, 1024),
+        COMPACT_TILE=_tile(vocab, 4096), num_warps=16,
     )  # fmt: skip
     return out
