@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from labkit import format as shown
 from labkit.doctor.check import Check, looked
 from labkit.doctor.cuda_rules import (
@@ -212,14 +214,17 @@ def check_processes(card: CardFacts) -> Check:
     if card.processes is None and card.free_bytes is None:
         return Check(name, "unknown", f"{card.name} says neither processes nor free memory")
     free = f"{shown.memory(card.free_bytes)} of {shown.memory(card.total_bytes)} free"
-    listed = [f"{entry.pid} {entry.name} ({shown.memory(entry.used_bytes)})" for entry in card.processes or ()]
+    others = [entry for entry in card.processes or () if entry.pid != os.getpid()]
+    listed = [f"{entry.pid} {entry.name} ({shown.memory(entry.used_bytes)})" for entry in others]
     if listed:
         return Check(
             name, "warning", f"{free}; {'; '.join(listed[:8])}",
             "vLLM wants gpu-memory-utilization × total free when it starts",
-            f"end them ({', '.join(f'kill {entry.pid}' for entry in (card.processes or ())[:4])}), or lower "
+            f"end them ({', '.join(f'kill {entry.pid}' for entry in others[:4])}), or lower "
             "--gpu-memory-utilization to the free share",
         )  # fmt: skip
+    if card.processes:
+        return Check(name, "ok", f"{free}; only this process")
     used = (card.total_bytes or 0) - (card.free_bytes or 0) if card.free_bytes is not None else 0
     if used > _NOTICED_BYTES + (card.total_bytes or 0) // 50:
         return Check(

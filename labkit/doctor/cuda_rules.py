@@ -85,3 +85,8 @@ def vllm_architectures(version: str) -> tuple[str, ...]:
         if numbers(row["since"]) <= numbers(version)[:2] <= numbers(row["until"]):
             return tuple(row["list"])
     return ()
+
+
+def clean_install(version: str) -> str:
+    """The command that installs a release and its torch together."""
+    return f"python -m venv .venv && .venv/bin/pip install vllm=={version}"

@@ -10,7 +10,7 @@ from packaging.version import InvalidVersion, Version
 
 from labkit import format as shown
 from labkit.doctor.check import Check, looked
-from labkit.doctor.cuda_rules import dotted, numbers
+from labkit.doctor.cuda_rules import clean_install, dotted, numbers
 from labkit.doctor.machine import AnyMachine, Package
 from labkit.doctor.which_vllm import releases
 
@@ -24,8 +24,8 @@ LITTLE_DISK = 20 * GIB
 def environment_checks(machine: AnyMachine) -> list[Check]:
     """Every check of the environment, in the order in which failures show."""
     looks: tuple[Callable[[AnyMachine], Check], ...] = (
-        check_python, check_glibc, check_virtual_environment, check_torch_pin, check_requirements, check_libcudart,
-        check_libcuda, check_container, check_shm, check_wsl, check_open_files, check_host_memory, check_disk,
+        check_python, check_glibc, check_virtual_environment, check_torch_pin, check_requirements, check_cuda_pair,
+        check_libcudart, check_libcuda, check_container, check_shm, check_wsl, check_open_files, check_host_memory, check_disk,
         check_hub, check_sqlite_place,
     )  # fmt: skip
     return [looked(look, machine) for look in looks]
@@ -134,6 +134,24 @@ def _satisfies(version: str, wanted: str) -> bool:
         return requirement.specifier.contains(Version(version).public, prereleases=True)
     except (InvalidRequirement, InvalidVersion):
         return False
+
+
+def check_cuda_pair(machine: AnyMachine) -> Check:
+    """CUDA of the installed torch against that of the installed vLLM's wheel: equal versions come in several CUDAs."""
+    torch, vllm = machine.torch(), machine.package("vllm")
+    if torch is None or vllm is None:
+        return Check("cuda-pair", "ok", "torch and vLLM are not both installed")
+    row = next((row for row in releases() if numbers(row.version)[:2] == numbers(vllm.version)[:2]), None)
+    if row is None or not row.cuda:
+        return Check("cuda-pair", "unknown", f"vLLM {vllm.version} is not in the table of releases")
+    evidence = f"vLLM {vllm.version}'s wheel uses CUDA {row.cuda}, torch {torch.version} {torch.cuda or 'no CUDA'}"
+    if torch.cuda is not None and numbers(torch.cuda)[0] == numbers(row.cuda)[0]:
+        return Check("cuda-pair", "ok", evidence)
+    return Check(
+        "cuda-pair", "problem", evidence,
+        f"vLLM will say that libcudart.so.{numbers(row.cuda)[0]} cannot be opened (unless it was built here)",
+        f"{clean_install(vllm.version)}; make no symlinks",
+    )  # fmt: skip
 
 
 def check_libcudart(machine: AnyMachine) -> Check:

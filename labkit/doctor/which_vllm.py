@@ -13,6 +13,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from labkit.doctor.check import Check, Examination
 from labkit.doctor.cuda_rules import (
     builds,
+    clean_install,
     dotted,
     needed_driver,
     numbers,
@@ -272,7 +273,7 @@ def _row(verdict: Verdict) -> dict[str, str]:
 
 def install_command(release: Release) -> str:
     """The command that installs a release with its torch from one index."""
-    return f"python -m venv .venv && .venv/bin/pip install vllm=={release.version}"
+    return clean_install(release.version)
 
 
 def arch_list(capabilities: list[tuple[int, int]]) -> str | None:

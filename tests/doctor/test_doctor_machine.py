@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -68,6 +69,10 @@ BROKEN = {
     "libcuda off the path": ({"loadable": frozenset(), "library_paths": WELL.library_paths | {
                               "libcuda.so": ("/usr/lib/wsl/lib/libcuda.so.1",)}},
                              "libcuda", "problem", "does not look there", "LD_LIBRARY_PATH=/usr/lib/wsl/lib"),
+    "same torch for another CUDA": ({"torch_facts": TorchFacts("2.10.0+cu130", "13.0"),
+                                     "library_paths": {"libcudart.so.": ("/x/libcudart.so.13",)},
+                                     "nvml_facts": replace(WELL.nvml_facts, driver="580.95")},
+                                    "cuda-pair", "problem", "libcudart.so.12 cannot be opened", "no symlinks"),
     "old Python": ({"system_facts": _system(python="3.9.1")}, "python", "warning", "takes Python", "3.12"),
     "macOS": ({"system_facts": _system(name="Darwin")}, "python", "warning", "Linux", "container"),
     "old glibc": ({"system_facts": _system(glibc="2.17")}, "glibc", "warning", "GLIBC", "vllm-openai"),
@@ -223,3 +228,11 @@ def test_a_look_that_fails_leaves_the_others(name):
     assert failed
     assert {check.status for check in failed} == {"unknown"}
     assert len(found) > len(failed) + 3
+
+
+def test_this_process_on_the_card_is_not_told_to_be_ended():
+    own = CardProcess(os.getpid(), "python", 30 * GIB)
+    machine = replace(WELL, nvml_facts=_cards(processes=(own,), free_bytes=50 * GIB))
+    assert _all(machine)["processes-0"].status == "ok"
+    machine = replace(WELL, nvml_facts=_cards(processes=(own, CardProcess(99, "x", GIB)), free_bytes=50 * GIB))
+    assert f"kill {os.getpid()}" not in _all(machine)["processes-0"].fix
