@@ -10,6 +10,7 @@ from labkit.errors import UnsupportedError
 from labkit.experiments.backend import Emit, IsCancelled
 from labkit.experiments.run import RunOptions, WorkloadRun
 from labkit.experiments.serialise import from_plain, rows_to_plain, to_plain
+from labkit.measure.nvml import EnergyMeter
 from labkit.memory.records import MemoryPlan
 from labkit.specs.model_spec import ModelSpec
 from labkit.specs.workload import Workload
@@ -67,6 +68,7 @@ class EngineBackend:
         workload = from_plain(Workload, arguments["workload"])
         options = from_plain(RunOptions, arguments["options"])
         vocab_size = self._engine.plan.model.vocab_size
+        energy = EnergyMeter(self._engine.plan.gpu.uuid)
         outcome = WorkloadRun(
             self._engine,
             workload,
@@ -75,6 +77,7 @@ class EngineBackend:
             emit,
             is_cancelled,
         ).serve()
+        energy_j = energy.stop()
         return {
             "status": outcome.status,
             "duration_s": outcome.duration_s,
@@ -83,6 +86,7 @@ class EngineBackend:
             "fullest_step": to_plain(outcome.fullest_step),
             "block_map": to_plain(outcome.block_map),
             "memory_parts": self._memory_parts(emit) if outcome.status == "finished" else {},
+            "energy_j": energy_j,
             "versions": versions(self._num_threads),
         }
 

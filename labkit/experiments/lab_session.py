@@ -329,6 +329,7 @@ def _with_measurements(record: RunRecord, answer: RunAnswer, l2_card: GpuSpec | 
         measured=measured_breakdown(parts, record.plan, fullest) if parts else None,
         block_map=answer.block_map,
         counters=counters,
+        energy_j=answer.energy_j,
         versions=answer.versions,
     )
 

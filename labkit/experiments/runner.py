@@ -37,6 +37,7 @@ class RunAnswer:
     block_map: tuple[int, ...] = ()
     memory_parts: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    energy_j: float | None = None
 
 
 class OnRows(Protocol):
@@ -133,4 +134,5 @@ def _answer(answer: dict[str, Any]) -> RunAnswer:
         block_map=from_plain(tuple[int, ...], answer.get("block_map", []), "block_map"),
         memory_parts=from_plain(dict[str, int], answer.get("memory_parts", {}), "memory_parts"),
         versions=from_plain(dict[str, str], answer.get("versions", {}), "versions"),
+        energy_j=from_plain(float | None, answer.get("energy_j"), "energy_j"),
     )

@@ -83,6 +83,7 @@ class FakeBackend:
             "duration_s": time.monotonic() - start,
             "memory_parts": {"weights": 1000, "kv_cache": 64 * 4096, "activation": 77},
             "block_map": [-1, 0],
+            "energy_j": 2.5,
             "versions": {"fake": "1"},
         }
 

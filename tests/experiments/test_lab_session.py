@@ -44,6 +44,7 @@ def test_run_gives_a_complete_record_that_the_store_has_too(session):
     assert sum(record.measured.parts().values()) == record.plan.breakdown.total_bytes
     assert record.counters.method.startswith("simulated")
     assert record.counters.card == "H100 SXM"
+    assert record.energy_j == 2.5
     assert record.workload["licence"] == "Apache-2.0"
     assert session.store.get(record.run_id) == record
     assert session.records() == (record,)

@@ -35,6 +35,7 @@ def test_predicted_is_measured_and_weights_are_loaded_once(session, changes):
     assert ("load" in phases) == (changes == {})
     assert session.store.get(record.run_id) == record
     assert record.versions["torch"]
+    assert record.energy_j is None
 
 
 def test_cancel_in_the_middle_of_a_real_run(session):
