@@ -25,8 +25,8 @@ def environment_checks(machine: AnyMachine) -> list[Check]:
     """Every check of the environment, in the order in which failures show."""
     looks: tuple[Callable[[AnyMachine], Check], ...] = (
         check_python, check_glibc, check_virtual_environment, check_torch_pin, check_requirements, check_cuda_pair,
-        check_libcudart, check_libcuda, check_container, check_shm, check_wsl, check_open_files, check_host_memory, check_disk,
-        check_hub, check_sqlite_place,
+        check_libcudart, check_libcuda, check_container, check_shm, check_wsl, check_open_files,
+        check_host_memory, check_disk, check_hub, check_sqlite_place,
     )  # fmt: skip
     return [looked(look, machine) for look in looks]
 
