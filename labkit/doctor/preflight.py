@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from labkit import format as shown
@@ -10,6 +11,7 @@ from labkit.doctor.accelerator import check_processes, check_temperature
 from labkit.doctor.check import Check, Examination
 from labkit.doctor.cuda_rules import BF16_CAPABILITY, FP8_CAPABILITY, numbers
 from labkit.doctor.machine import AnyMachine
+from labkit.doctor.nvml_facts import CardFacts
 from labkit.errors import LabkitError
 from labkit.memory.questions import Question, smallest_utilization
 from labkit.memory.records import MemoryPlan
@@ -22,6 +24,7 @@ GIB = 2**30
 # Left free beside the budget for graphs of old versions, libraries and the allocator's rounding.
 RESERVE_BYTES = 1 * GIB
 GUIDE_FILES = 65_535
+GUIDE_TEMPERATURE_C = 75
 GUIDE_RAM = 32 * GIB
 
 
@@ -72,8 +75,18 @@ def run_preflight(
 def _host_checks(machine: AnyMachine) -> list[Check]:
     checks = [check_ram(machine), check_files(machine)]
     for card in machine.nvml().cards:
-        checks += [check_temperature(card), check_processes(card)]
+        checks += [check_guides_temperature(card), check_processes(card)]
     return checks
+
+
+def check_guides_temperature(card: CardFacts) -> Check:
+    """The guide wants below 75 °C; clocks fall at the card's own limit."""
+    check = check_temperature(card)
+    if check.status != "ok" or card.temperature_c is None or card.temperature_c < GUIDE_TEMPERATURE_C:
+        return check
+    limit = f"{card.slowdown_c} °C" if card.slowdown_c else "their own limit"
+    cause = f"the guide is wrong here: {GUIDE_TEMPERATURE_C} °C is warm and costs nothing, clocks fall at {limit}"
+    return replace(check, cause=cause)
 
 
 def check_fit(found: MemoryPlan, question: Question) -> Check:

@@ -126,3 +126,13 @@ def test_names_of_the_command_line():
     assert checks["traffic"].status in ("ok", "warning")
     with pytest.raises(UnknownNameError):
         preflight_of("no-such-model-xyz", "H100 SXM", {}, MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("celsius", "status", "marked"), [(60, "ok", False), (75, "ok", True), (84, "ok", True), (86, "warning", False)]
+)
+def test_the_guides_temperature_is_marked_where_the_card_bears_more(celsius, status, marked):
+    card = CardFacts(0, "H100", "GPU-9", (9, 0), 80 * GIB, 80 * GIB, celsius, 90, (), processes=())
+    check = _checks(machine=replace(MACHINE, nvml_facts=NvmlFacts(driver="570.1", cards=(card,))))["temperature-0"]
+    assert check.status == status
+    assert ("guide is wrong" in check.cause) is marked
