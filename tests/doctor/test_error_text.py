@@ -155,3 +155,16 @@ def test_every_entry_is_complete_and_bounded(known):
 def test_names_are_unique():
     names = [known.name for known in known_errors()]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("RuntimeError: CUDA error: no kernel image is available for execution on the device", ["no-kernel-image"]),
+        ("x.so: undefined symbol: ncclCommRegister", ["nccl-symbol"]),
+        ("Error 804: forward compatibility was attempted on non supported HW; or driver version is insufficient for",
+         ["forward-compatibility", "driver-insufficient"]),
+    ],
+)  # fmt: skip
+def test_a_piece_of_text_is_one_error_and_two_pieces_are_two(text, names):
+    assert [check.name for check in explain_error_text(text).checks] == names
