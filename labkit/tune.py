@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +18,7 @@ from labkit.experiments.runner import Runner
 from labkit.experiments.store import RunStore
 from labkit.experiments.worker import OnEvent
 from labkit.measure.run_record import RunRecord
+from labkit.measure.summary import summarize
 from labkit.memory.records import MemoryPlan
 from labkit.report import write_report
 from labkit.session import Session
@@ -29,11 +30,13 @@ from labkit.specs.workload import Workload
 from labkit.specs.workload_steps import clip_lengths, first_requests, scale_rate
 
 MAX_VARIANTS = 3
+# The best variant and the baseline.
+NUM_REPEATS = 2
 # Requests a run needs before its percentiles say anything.
 WANTED_REQUESTS = 16
 FEWEST_REQUESTS = 4
 READ_REQUESTS = 256
-LENGTH_LIMITS = ((2048, 512), (1024, 256), (512, 128), (256, 64), (128, 32), (64, 16))
+LENGTH_LIMITS = ((2048, 512), (1024, 256), (512, 128), (256, 64), (128, 32), (96, 32), (64, 32), (64, 16))
 # A part of a run's time in which all its requests arrive: then they queue, and memory can bind.
 ARRIVAL_SHARE = 0.25
 # Runs slower than the trial run predicts must not overrun the budget.
@@ -59,8 +62,8 @@ DEMO: Mapping[str, Any] = MappingProxyType(
         "gpu": "cpu",
         "workload": "azure-2023-conv",
         "budget_s": 90.0,
-        # Some 600 tokens of KV beside the weights: so little that memory binds, as on a full card.
-        "config": EngineConfig(cpu_memory_gib=0.6, max_model_len=512),
+        # Room for some 340 tokens of KV beside the weights: so little that memory binds, as on a full card.
+        "config": EngineConfig(cpu_memory_gib=0.58, max_model_len=256),
     }
 )
 
@@ -91,7 +94,8 @@ def tune(
     """Find better settings than `config` for a model, a card and a traffic.
 
     A short trial run measures the speed of this machine; the traffic is then cut so that all runs fit in the budget
-    (the cuts stand in the report). The first run is the baseline, and it is repeated last, to know the noise.
+    (the cuts stand in the report). The first run is the baseline; the best variant and the baseline are repeated last,
+    to know the noise.
 
     Args:
         out: the report.
@@ -167,7 +171,9 @@ class _Tuner:
         self._phase = "trial run"
 
     def run_all(self) -> None:
-        """Trial, baseline, variants, baseline again; stops early where the baseline cannot run or the time is over."""
+        """Trial, baseline, variants, the best of them and the baseline again; stops early where the baseline cannot
+        run or the time is over.
+        """
         baseline = self._session.config
         self.plans.append(self._session.run_plan(baseline))
         if self.plans[0].verdict == "does not fit":
@@ -178,16 +184,20 @@ class _Tuner:
         if first is None or first.status != "finished":
             return
         variants = _variants(self._session, first)
-        num_left = len(variants) + 1
-        for index, config in enumerate([*variants, baseline]):
-            is_repeat = index == len(variants)
+        num_all = 1 + len(variants) + NUM_REPEATS
+        for number, (config, name) in enumerate(self._after_baseline(first, variants), 2):
             if time.monotonic() + first.duration_s > deadline or self._session.is_cancelled:
                 break
-            self._runs_left_s = (num_left - index - 1) * first.duration_s
-            self._phase = f"run {index + 2} of {num_left + 1}"
-            if not is_repeat:
-                self.plans.append(self._session.run_plan(config))
-            self._run(config, traffic, "baseline again" if is_repeat else name_of(config, baseline))
+            self._runs_left_s = (num_all - number) * first.duration_s
+            self._phase = f"run {number} of {num_all}"
+            self._run(config, traffic, name)
+
+    def _after_baseline(self, first: RunRecord, variants: Sequence[EngineConfig]) -> Iterator[tuple[EngineConfig, str]]:
+        for config in variants:
+            self.plans.append(self._session.run_plan(config))
+            yield config, name_of(config, first.config)
+        for record in _to_repeat(self._session.records(), first):
+            yield record.config, f"{record.name} again"
 
     def _trial(self, config: EngineConfig) -> RunRecord:
         """A run of a few seconds that is not kept: some prompts and a little output, to learn the speed."""
@@ -199,7 +209,7 @@ class _Tuner:
         for step in trial.steps:
             speed.add(step)
         self._phase = "run 1"
-        per_run_s = SAFETY * self._budget_s / (MAX_VARIANTS + 2)
+        per_run_s = SAFETY * self._budget_s / (1 + MAX_VARIANTS + NUM_REPEATS)
         full = self._workload()
         for longest_input, longest_output in LENGTH_LIMITS:
             traffic = clip_lengths(full, longest_input, longest_output)
@@ -233,6 +243,13 @@ class _Tuner:
                 "remaining_s": None if remaining_s is None else remaining_s + self._runs_left_s,
             }
         self._on_event(event)
+
+
+def _to_repeat(records: Sequence[RunRecord], first: RunRecord) -> list[RunRecord]:
+    """The variant with the most output per second, then the baseline."""
+    others = [record for record in records if record.status == "finished" and record.config != first.config]
+    best = sorted(others, key=lambda record: summarize(record).output_tokens_per_s or 0.0)[-1:]
+    return [*best, first]
 
 
 def _requests_in(workload: Workload, speed: Speed, seconds: float) -> int:

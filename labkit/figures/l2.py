@@ -14,6 +14,9 @@ from labkit.figures.tables import Table, make_table
 from labkit.measure.run_record import RunRecord
 from labkit.text import plain
 
+# Below this share of hits, the caption says why there are so few.
+NEAR_ZERO = 0.02
+
 
 @dataclass(frozen=True)
 class L2Bar:
@@ -110,6 +113,13 @@ def caption(info: L2Info) -> str:
         f"Highest L2 hit rate: {fmt.share(best.l2_hit_rate, 1)} at {fmt.bandwidth(best.dram_bytes_per_s)} from DRAM "
         f"with {plain(best.name, 40)}; {plain(best.method, 80)}, {plain(best.card, 40)}."
     )
+    if best.l2_hit_rate < NEAR_ZERO:
+        text += (
+            " Near zero is what decode without shared prefixes gives: each block of KV is read once in a step, and "
+            "until the next step other layers have pushed it out; only prefixes that requests share can hit."
+        )
+    if not best.is_measured:
+        text += " The bandwidth is the most that a kernel of this shape can ask for, not a measurement."
     if info.peak_bytes_per_s:
         text += (
             f" DRAM reads are {fmt.share(best.dram_bytes_per_s, info.peak_bytes_per_s)} of the data sheet's bandwidth."

@@ -29,19 +29,22 @@ def run_tune(tmp_path):
     return run
 
 
-def test_baseline_variants_and_repeat_then_report(run_tune, tmp_path):
+def test_baseline_variants_and_repeats_then_report(run_tune, tmp_path):
     events = []
     result = run_tune(on_event=events.append, created="2026-11-30T12:00:00Z")
     stored = RunStore(tmp_path / "runs.sqlite3").list_runs()
     names = [run.name for run in sorted(stored, key=lambda run: result.run_ids.index(run.run_id))]
     assert names[0] == "baseline"
     assert names[-1] == "baseline again"
-    assert len(names) == len(set(names)) == 5
+    variants = {run.name: run.record.config for run in stored if run.name in names[1:4]}
+    repeated = next(run for run in stored if run.name == names[4])
+    assert repeated.record.config == variants[repeated.name.removesuffix(" again")]
+    assert len(names) == len(set(names)) == 6
     assert "fp8 KV" in names
     assert result.report_path.read_text().startswith("<!DOCTYPE html>")
     assert "vllm serve" in result.recommendation.command
     phases = {event["phase"].partition(":")[0] for event in events if event["type"] == "progress"}
-    assert {"trial run", "run 1", "run 5 of 5"} <= phases
+    assert {"trial run", "run 1", "run 6 of 6"} <= phases
     assert all(event["remaining_s"] is None or event["remaining_s"] >= 0 for event in events if "remaining_s" in event)
 
 
@@ -77,7 +80,7 @@ def test_a_run_that_dies_is_reported_and_the_others_go_on(run_tune, tmp_path):
     statuses = {run.name: run.status for run in RunStore(tmp_path / "runs.sqlite3").list_runs()}
     assert statuses.pop("fp8 KV") == "failed"
     assert set(statuses.values()) == {"finished"}
-    assert len(statuses) == 4
+    assert len(statuses) == 5
     assert "SIGKILL" in result.report_path.read_text()
 
 

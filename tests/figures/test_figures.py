@@ -213,6 +213,15 @@ def test_a_hit_rate_never_stands_without_bandwidth_and_method():
     assert all("GB/s" in row[2] for row in l2.table(info))
     assert "250 GB/s" in l2.caption(info)
     assert "measured (Nsight Compute)" in l2.caption(info)
+    assert "Near zero" not in l2.caption(info)
+
+
+def test_few_hits_are_explained_and_a_simulated_bandwidth_is_called_a_bound():
+    counters = Counters("simulated (LRU)", "H100 SXM", 0.0, 3.2e9, 3.17e12, 0.001)
+    text = l2.caption(l2.get_l2_info([dataclasses.replace(sample_record(), counters=counters)]))
+    assert "0.0 %" in text
+    assert "each block of KV is read once in a step" in text
+    assert "not a measurement" in text
 
 
 def make_steps(*used: int) -> tuple[StepRow, ...]:
