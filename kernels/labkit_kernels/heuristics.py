@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 
 import torch
 
@@ -62,7 +62,7 @@ class PrefillConfig:
 
 @cache
 def _table() -> dict[str, list[dict]]:
-    return json.loads(files("labkit_kernels").joinpath(TABLE).read_text(encoding="utf-8"))
+    return json.loads(Path(__file__).with_name(TABLE).read_text(encoding="utf-8"))
 
 
 def _family(arch: int) -> str:

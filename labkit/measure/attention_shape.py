@@ -1,0 +1,114 @@
+"""`AttentionShape`: one attention launch as the kernel lab asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from labkit.errors import OutOfRangeError, UnknownNameError
+from labkit.measure.l2_model import BatchShape
+from labkit.memory.dtypes import kv_format
+from labkit.text import nearest, plain
+
+Variant = Literal["full", "one program for each query head", "tile = block", "no split", "prefill", "shared prefix"]
+VARIANTS: tuple[str, ...] = get_args(Variant)
+MAX_BATCH, MAX_CONTEXT_TOKENS, MAX_BLOCK_SIZE = 1024, 1_048_576, 256
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Lengths, heads and cache layout of one launch.
+
+    Attributes:
+        batch: lengths, and the tokens at the beginning that all sequences share.
+        num_heads, num_kv_heads, head_dim: query heads, KV heads, size of a head.
+        block_size: tokens of a KV block.
+        kv_cache_dtype: "bfloat16", "fp8" or another KV format by its vLLM name.
+        window: tokens that a query sees at most; None is all.
+    """
+
+    batch: BatchShape
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    kv_cache_dtype: str = "bfloat16"
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("num_kv_heads", self.num_kv_heads, 1, 1024)
+        _check("num_heads", self.num_heads, 1, 4096)
+        _check("head_dim", self.head_dim, 8, 1024)
+        _check("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
+        _check("max_num_seqs", len(self.batch.context_lens), 1, MAX_BATCH)
+        _check("max_model_len", max(self.batch.context_lens), 1, MAX_CONTEXT_TOKENS)
+        if self.window is not None:
+            _check("window", self.window, 1, MAX_CONTEXT_TOKENS)
+        if self.num_heads % self.num_kv_heads:
+            raise OutOfRangeError(
+                f"{self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads",
+                works=f"a multiple of {self.num_kv_heads}",
+                knob="num_heads",
+            )
+        kv_format(self.kv_cache_dtype, "bfloat16")
+
+    @property
+    def group(self) -> int:
+        """Query heads of one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of K and V of one token and KV head."""
+        return kv_format(self.kv_cache_dtype, "bfloat16").head_bytes(self.head_dim, self.head_dim)
+
+    @property
+    def kv_kind(self) -> str:
+        """The kernels' name of the KV type: "native", "fp8" or "int8"."""
+        name = kv_format(self.kv_cache_dtype, "bfloat16").name
+        return "native" if name in ("float32", "float16", "bfloat16") else "int8" if name.startswith("int8") else "fp8"
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of whole blocks that all sequences share: a block is shared whole or not at all."""
+        return min(self.batch.shared_prefix_tokens, min(self.batch.context_lens)) // self.block_size * self.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V when each is read once: what the DRAM must give at least."""
+        contexts = np.asarray(self.batch.context_lens)
+        seen = contexts
+        if self.window is not None:
+            seen = np.minimum(contexts, np.asarray(self.batch.query_lens) + self.window - 1)
+        shared = np.maximum(0, self.shared_tokens - (contexts - seen))
+        return int(seen.sum() - shared.sum() + shared.max()) * self.num_kv_heads * self.head_bytes
+
+    @property
+    def flops(self) -> float:
+        """Causal attention operations: 4 · head size for each pair of a query head's token and a key it sees."""
+        contexts, queries = (np.asarray(x, dtype=np.float64) for x in (self.batch.context_lens, self.batch.query_lens))
+        if self.window is None:
+            pairs = queries * (contexts - queries) + queries * (queries + 1) / 2
+        else:
+            # Query j of a sequence sees min(context - queries + j, window) keys; the first `short` see fewer than all.
+            short = np.clip(self.window - (contexts - queries), 0, queries)
+            pairs = short * (contexts - queries) + short * (short + 1) / 2 + (queries - short) * self.window
+        return float(4 * self.head_dim * self.num_heads * pairs.sum())
+
+
+def check_variant(variant: str) -> None:
+    """Raises UnknownNameError unless `variant` is one of `VARIANTS`."""
+    if variant not in VARIANTS:
+        raise UnknownNameError(
+            f"there is no kernel variant {plain(repr(variant), 80)}",
+            available=", ".join(VARIANTS),
+            works=nearest(str(variant), VARIANTS),
+            knob="variant",
+        )
+
+
+def _check(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
+        raise OutOfRangeError(f"{name} is {plain(repr(value), 80)}", needed=f"{low} to {high:,}", knob=name)

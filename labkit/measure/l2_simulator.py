@@ -1,0 +1,174 @@
+"""Trace-driven simulation of the L2 under one attention launch: hit rate, DRAM bytes and what the roofline allows.
+
+Programs start in launch order, as many at once as the card holds, the next one where one ends; each reads one tile of K
+and V a step. The accesses in that order go through a least-recently-used cache of the capacity that counts on the card.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from labkit.errors import UnsupportedError
+from labkit.measure.attention_launch import Programs, build_launches
+from labkit.measure.attention_shape import AttentionShape
+from labkit.measure.l2_cache import hit_share, stack_distances
+from labkit.measure.l2_calibration import L2Calibration, load_l2_calibration
+from labkit.measure.roofline import Ceilings, Roofline, card_ceilings, roofline
+from labkit.measure.run_record import Counters
+from labkit.specs.gpu_spec import GpuSpec
+from labkit.text import plain
+
+MAX_ACCESSES = 131_072
+
+
+@dataclass(frozen=True)
+class L2Prediction:
+    """What the simulation says of one launch.
+
+    Attributes:
+        asked_bytes: bytes that the SMs ask the L2 for.
+        kv_bytes: K and V when each is read once, the least that DRAM must give.
+        num_programs, num_accesses: size of the trace.
+        uses_calibrated_l2: whether the card's L2 was fitted to its counters.
+    """
+
+    counters: Counters
+    roofline: Roofline
+    asked_bytes: float
+    kv_bytes: int
+    num_programs: int
+    num_accesses: int
+    uses_calibrated_l2: bool
+
+
+@dataclass(frozen=True)
+class AccessTrace:
+    """A launch's reads of K and V, in the order in which they reach the L2; equal ones of one step are one entry.
+
+    Attributes:
+        names: int64 `[n]`, which tile.
+        sizes: float64 `[n]` bytes.
+        asked_bytes: bytes of all, repeats of one step included.
+    """
+
+    names: np.ndarray
+    sizes: np.ndarray
+    asked_bytes: float
+
+
+def simulate_attention(
+    shape: AttentionShape,
+    gpu: GpuSpec,
+    variant: str = "full",
+    *,
+    calibration: L2Calibration | None = None,
+    ceilings: Ceilings | None = None,
+    programs_per_sm: int | None = None,
+) -> L2Prediction:
+    """Simulated counters of one attention launch (one layer) on `gpu`.
+
+    Args:
+        variant: one of `attention_shape.VARIANTS`.
+        calibration: of the card's L2; None reads the package's.
+        ceilings: for the roofline; None takes the data sheet's.
+        programs_per_sm: programs that an SM holds at once; None estimates it.
+
+    Raises:
+        UnsupportedError: the card's L2, SMs or bandwidth are not known.
+        OutOfRangeError, UnknownNameError: as `build_launches`.
+    """
+    if not gpu.l2_bytes:
+        raise UnsupportedError(
+            f"the L2 of {plain(gpu.name, 60)} is not known", works="a card of the catalogue, such as H100", knob="gpu"
+        )
+    known = calibration or load_l2_calibration(gpu)
+    launches = build_launches(shape, gpu, variant, programs_per_sm)
+    trace = access_trace(shape, launches)
+    capacity = gpu.l2_bytes * known.capacity_share
+    shares = hit_share(stack_distances(trace.names, trace.sizes), capacity, known.ways)
+    missed = float(((1 - shares) * trace.sizes).sum())
+    asked = trace.asked_bytes
+    for launch in launches:
+        asked += launch.query_bytes[0] + launch.merge_bytes
+        missed += launch.query_bytes[1]
+    floor = roofline(missed, shape.flops, ceilings or card_ceilings(gpu, known))
+    counters = Counters(
+        method=f"simulated (LRU of tiles, {variant}; L2 {'calibrated' if known.calibrated else 'uncalibrated'})",
+        card=gpu.name,
+        l2_hit_rate=max(0.0, 1 - missed / asked),
+        dram_bytes=missed,
+        dram_bytes_per_s=floor.dram_bytes_per_s,
+        kernel_time_s=floor.floor_s,
+    )
+    return L2Prediction(
+        counters, floor, asked, shape.kv_bytes, sum(len(launch.start) for launch in launches), len(trace.names),
+        known.calibrated,
+    )  # fmt: skip
+
+
+def access_trace(shape: AttentionShape, launches: Sequence[Programs], max_accesses: int = MAX_ACCESSES) -> AccessTrace:
+    """The reads of launches that begin together, by the step at which they happen.
+
+    Args:
+        max_accesses: a longer trace takes several tiles as one.
+    """
+    total = sum(int(np.sum(-(-(launch.end - launch.start) // launch.tile))) for launch in launches)
+    factor = max(1, -(-total // max_accesses))
+    parts = [_expand(shape, launch, factor) for launch in launches]
+    when, names, sizes = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    asked = float(sizes.sum())
+    # One sort key: the step first, then the tile; a sequence's tiles of one step lie side by side.
+    key = when * (int(names.max()) + 1) + names if len(names) else names
+    order = np.argsort(key, kind="stable")
+    key, names, sizes = key[order], names[order], sizes[order]
+    first = np.flatnonzero(np.diff(key, prepend=-1))
+    largest = np.maximum.reduceat(sizes, first) if len(first) else sizes
+    return AccessTrace(names[first], largest.astype(np.float64), asked)
+
+
+def _expand(shape: AttentionShape, launch: Programs, factor: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Step, name and bytes of every read of a launch, `factor` tiles at a time."""
+    stride = launch.tile * factor
+    steps = -(-(launch.end - launch.start) // stride)
+    program = np.repeat(np.arange(len(steps)), steps)
+    step = np.arange(len(program)) - np.repeat(np.cumsum(steps) - steps, steps)
+    begin = launch.start[program] + step * stride
+    stop = np.minimum(begin + stride, launch.end[program])
+    when = start_steps(steps, launch.slots)[program] + step
+    tokens = max(shape.batch.context_lens)
+    parts = []
+    # Sequence 0 of the names holds what all share; a tile over the prefix's end is a shared and an own piece.
+    for is_shared in (True, False):
+        low = begin if is_shared else np.maximum(begin, shape.shared_tokens)
+        high = np.minimum(stop, shape.shared_tokens) if is_shared else stop
+        some = np.flatnonzero(high > low)
+        sequence = np.zeros_like(some) if is_shared else launch.sequence[program[some]] + 1
+        name = (sequence * shape.num_kv_heads + launch.kv_head[program[some]]) * tokens + begin[some]
+        parts.append((when[some], name, (high - low)[some] * float(shape.head_bytes)))
+    when, name, size = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    return when, name, size
+
+
+def start_steps(durations: np.ndarray, slots: int) -> np.ndarray:
+    """Step at which each program begins when `slots` run at once and the next one takes the first free place.
+
+    Args:
+        durations: int `[programs]` steps of each, in launch order.
+    """
+    count = len(durations)
+    starts = np.zeros(count, dtype=np.int64)
+    if count <= slots:
+        return starts
+    if durations.min() == durations.max():
+        return np.arange(count) // slots * int(durations[0])
+    ends = durations[:slots].tolist()
+    heapq.heapify(ends)
+    for index in range(slots, count):
+        begin = heapq.heappop(ends)
+        starts[index] = begin
+        heapq.heappush(ends, begin + int(durations[index]))
+    return starts
