@@ -49,6 +49,9 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     if isinstance(error, errors.LabkitError):
         parts = {name: getattr(error, name) for name in ("needed", "available", "works", "knob")}
         return {"type": "error", "kind": type(error).__name__, "message": error.message, **parts}
+    if is_lost_context(error):
+        text = f"the card's context is lost, at or before this step: {plain(error, 500)}"
+        return {"type": "error", "kind": "WorkerError", "message": text, "works": "running again: the worker restarts"}
     frames = traceback.format_exception(type(error), error, error.__traceback__, limit=-6)
     text = f"{type(error).__name__}: {plain(error)}"
     return {"type": "error", "kind": "internal", "message": text, "traceback": "".join(frames)[-8000:]}
@@ -63,14 +66,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def is_lost_context(error: BaseException) -> bool:
+    """Whether CUDA failed in a way after which every call of this process fails (illegal access, device assert, …).
+
+    CUDA's runtime documentation: such a process must be ended. Out of memory and refused launches are not of them.
+    """
+    text = str(error)
+    if is_out_of_memory(error) or not isinstance(error, RuntimeError):
+        return False
+    recoverable = ("invalid configuration", "invalid argument", "out of resource", "too many resources")
+    return ("CUDA error" in text or "Triton Error [CUDA]" in text) and not any(
+        phrase in text.lower() for phrase in recoverable
+    )
+
+
 def rebuild_error(event: Mapping[str, Any], doing: str) -> errors.LabkitError:
     """The error that `event` describes, of one of labkit's own classes whatever the event says."""
     message = plain(event.get("message", ""), 2000)
     if event.get("kind") == "out_of_memory":
+        knob = "gpu_memory_utilization" if "CUDA" in message else "cpu_memory_gib"
         return errors.DoesNotFitError(
             f"the worker ran out of memory {doing}: {message}",
-            works="less cpu_memory_gib, fewer max_num_batched_tokens or a smaller model; the session can go on",
-            knob="cpu_memory_gib",
+            works=f"less {knob}, fewer max_num_batched_tokens or a smaller model; the session can go on",
+            knob=knob,
         )
     cls = getattr(errors, str(event.get("kind")), None)
     if not (isinstance(cls, type) and issubclass(cls, errors.LabkitError)):

@@ -18,7 +18,7 @@ from labkit.versions import versions
 
 
 class EngineBackend:
-    """Keeps the decoder's weights; the engine on top of them is made anew for each plan."""
+    """Keeps the decoder's weights; the engine on top of them is made anew for each plan, or changed on a card."""
 
     def __init__(self) -> None:
         import torch
@@ -29,24 +29,30 @@ class EngineBackend:
         self._engine: Any = None
 
     def load(self, arguments: dict[str, Any], emit: Emit, is_cancelled: IsCancelled) -> dict[str, Any]:
-        """Weights of `arguments["model"]` from `arguments["source"]` in `dtype`, read or random by `load_format`."""
+        """Weights of `arguments["model"]` from `arguments["source"]` in `dtype`, read or random by `load_format`.
+
+        `arguments["device"]` is "cpu" or "cuda".
+        """
         from labkit.models import load_model_weights
+
+        device = arguments.get("device", "cpu")
 
         self._drop_engine()
         self._decoder = None
         gc.collect()
+        _prepare(device)
         start = time.monotonic()
         emit(_progress("load", 0, start))
         spec = from_plain(ModelSpec, arguments["model"])
         source = arguments["source"] or None
         self._decoder = load_model_weights(
-            spec, source, arguments["dtype"], arguments["load_format"], seed=arguments.get("seed", 0)
+            spec, source, arguments["dtype"], arguments["load_format"], seed=arguments.get("seed", 0), device=device
         )
         emit(_progress("load", 1, start))
         return {"load_s": time.monotonic() - start}
 
     def configure(self, arguments: dict[str, Any], emit: Emit, is_cancelled: IsCancelled) -> dict[str, Any]:
-        """An engine for `arguments["plan"]`; the old one's pool is given back first."""
+        """An engine for `arguments["plan"]`; the old one's pool is given back first, as far as it changes."""
         from labkit.engine import Engine
 
         if self._decoder is None:
@@ -54,8 +60,17 @@ class EngineBackend:
         start = time.monotonic()
         emit(_progress("configure", 0, start))
         plan = from_plain(MemoryPlan, arguments["plan"])
-        self._drop_engine()
-        self._engine = Engine(self._decoder, plan, seed=arguments.get("seed", 0))
+        kept, self._engine = self._engine, None
+        if kept is not None and self._decoder.device.type == "cuda" and not kept.has_unfinished:
+            kept.seed = arguments.get("seed", 0)
+            kept.reconfigure(plan)
+            self._engine = kept
+        else:
+            if kept is not None:
+                kept.close()
+            del kept
+            gc.collect()
+            self._engine = Engine(self._decoder, plan, seed=arguments.get("seed", 0))
         emit(_progress("configure", 1, start))
         return {"configure_s": time.monotonic() - start}
 
@@ -108,6 +123,17 @@ class EngineBackend:
             self._engine.close()
         self._engine = None
         gc.collect()
+
+
+def _prepare(device: str) -> None:
+    """Give a card back what the last model had, or say that there is none."""
+    import torch
+
+    if device != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise UnsupportedError("torch does not find the card in the worker", works="gpu='cpu', or labkit doctor")
+    torch.cuda.empty_cache()
 
 
 def _threads_of_environment() -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from labkit.errors import CancelledError, DoesNotFitError, LabkitError, StoreError, WorkerError
+from labkit.experiments.card import runs_on
 from labkit.experiments.run import RunOptions
 from labkit.experiments.runner import LocalRunner, RunAnswer, RunJob, Runner
 from labkit.experiments.store import RunStore, RunWriter
@@ -48,8 +49,8 @@ def _ignore(event: dict[str, Any]) -> None:
 class LabSession:
     """Plans and runs one model on one traffic, and remembers what came out.
 
-    The engine of this version computes on the CPU. With a card chosen, plans are the card's; a run is the CPU
-    engine's under the budget `cpu_memory_gib`, and its record says so.
+    Runs are on the chosen card where it is this machine's and torch computes on it. With another card chosen, plans
+    are that card's; a run is the CPU engine's under the budget `cpu_memory_gib`, and its record says so.
 
     Args:
         model: catalogue name, hub id, folder, config.json or .gguf file, or a `ModelSpec`.
@@ -103,6 +104,11 @@ class LabSession:
         return self._running.locked()
 
     @property
+    def runs_on_card(self) -> bool:
+        """Whether `run` computes on the chosen card; otherwise it is this machine's CPU that computes."""
+        return runs_on(self.gpu)
+
+    @property
     def worker_pid(self) -> int | None:
         """Process id of the worker, None where none runs."""
         return self._runner.pid
@@ -116,9 +122,10 @@ class LabSession:
         return make_plan(self.model, self.gpu, self._config(config, changes))
 
     def run_plan(self, config: EngineConfig | None = None, **changes: Any) -> MemoryPlan:
-        """The plan under which `run` would run: that of this machine's CPU engine."""
+        """The plan under which `run` would run: the card's, or that of this machine's CPU engine."""
         config = self._config(config, changes)
-        gpu = self.gpu if self.gpu.is_cpu else cpu_gpu(config.cpu_memory_gib)
+        here = self.gpu.is_cpu or self.runs_on_card
+        gpu = self.gpu if here else cpu_gpu(config.cpu_memory_gib)
         return make_plan(self.model, gpu, config)
 
     def run(
@@ -200,7 +207,7 @@ class LabSession:
         if workload is None:
             raise LabkitError("there is no traffic to run", works="a workload, such as workload='azure-2023-conv'")
         plan = self.run_plan(config)
-        if not self.gpu.is_cpu:
+        if plan.gpu.is_cpu and not self.gpu.is_cpu:
             text = f"the run is on this machine's CPU; nothing of it is measured on {plain(self.gpu.name, 60)}"
             tell({"type": "log", "level": "info", "message": text})
         if plan.verdict == "does not fit":
@@ -339,8 +346,9 @@ def _final(status: str) -> RunStatus:
 
 
 def _does_not_fit(plan: MemoryPlan) -> DoesNotFitError:
-    """The refusal of a run on the CPU engine, with the memory and the length that would work."""
-    works = [f"cpu_memory_gib = {enough:g}" for enough in (_enough_memory_gib(plan),) if enough is not None]
+    """The refusal of a run, with the memory (of a CPU) and the length that would work."""
+    enough = _enough_memory_gib(plan) if plan.gpu.is_cpu else None
+    works = [] if enough is None else [f"cpu_memory_gib = {enough:g}"]
     if plan.max_model_len_that_fits > 0:
         works.append(f"max_model_len = {plan.max_model_len_that_fits}")
     return DoesNotFitError(
@@ -348,7 +356,7 @@ def _does_not_fit(plan: MemoryPlan) -> DoesNotFitError:
         needed=f"{plan.config.max_model_len:,} tokens of KV cache for one request",
         available=f"{plan.kv_cache_tokens:,} tokens",
         works=", or ".join(works) or None,
-        knob="cpu_memory_gib",
+        knob="cpu_memory_gib" if plan.gpu.is_cpu else "gpu_memory_utilization",
     )
 
 

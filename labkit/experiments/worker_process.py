@@ -17,10 +17,11 @@ import threading
 import time
 from typing import Any
 
-from labkit.experiments.backend import Backend, describe_error, make_backend
+from labkit.experiments.backend import Backend, describe_error, is_lost_context, make_backend
 from labkit.experiments.frames import FrameReader, encode
 
 HEARTBEAT_S = 0.5
+LOST_CONTEXT_EXIT = 70
 COMMANDS = ("load", "configure", "run")
 
 
@@ -50,15 +51,20 @@ class WorkerProcess:
 
     def _execute(self, command: dict[str, Any]) -> None:
         self._current_id = command["id"]
+        lost = False
         try:
             reply = {"type": "reply", "answer": self._answer(command)}
         except BaseException as error:
             # tokenizers' panics are no Exception, and the worker must answer to every command.
             reply = describe_error(error)
+            lost = is_lost_context(error)
             error.__traceback__ = None
             del error
-        gc.collect()
+        if not lost:
+            gc.collect()
         self._send(reply)
+        if lost:
+            os._exit(LOST_CONTEXT_EXIT)
         self._current_id = 0
         self._cancelled.discard(command["id"])
 

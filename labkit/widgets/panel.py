@@ -377,7 +377,7 @@ class Panel(ipw.VBox):
 
 
 def _note(session: SessionLike) -> str:
-    if session.gpu.is_cpu:
+    if session.gpu.is_cpu or getattr(session, "runs_on_card", False):
         return ""
     card = plain(session.gpu.name, 60)
     return (

@@ -111,6 +111,8 @@ def strike(order, here):
         raise MemoryError("no more")
     elif what == "address space":
         _hoard()
+    elif what == "context":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
     elif what == "error":
         raise RuntimeError("broken \x1b[31mthing")
     elif what == "panic":
