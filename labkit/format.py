@@ -40,6 +40,11 @@ def memory(num_bytes: float | None) -> str:
     return f"{round(num_bytes):,} B"
 
 
+def gib(value: float) -> str:
+    """A setting that is stated in GiB, as it was typed: "0.58 GiB"."""
+    return f"{value:g} GiB"
+
+
 def memory_scale(num_bytes: float) -> tuple[int, str]:
     """Divisor and unit for an axis that reaches to `num_bytes`: plotly has no binary prefixes."""
     return (GIB, "GiB") if num_bytes >= GIB else (MIB, "MiB") if num_bytes >= MIB else (KIB, "KiB")

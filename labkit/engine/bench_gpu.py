@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.errors import UnsupportedError
+from labkit.format import memory
 from labkit.results import at_least, at_most, write_results
 
 NANO_MODEL, LARGE_MODEL = "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B"
@@ -270,7 +271,7 @@ def bench_engine_gpu(path: str | Path, *, on_progress: Callable[[str], None] = p
         raise UnsupportedError(
             "this benchmark needs an NVIDIA card and a torch built for it", works="labkit bench engine"
         )
-    card = f"{torch.cuda.get_device_name()}, {torch.cuda.mem_get_info()[1] / 2**30:.2f} GiB"
+    card = f"{torch.cuda.get_device_name()}, {memory(torch.cuda.mem_get_info()[1])}"
     facts = {"command": "labkit bench engine-gpu", "card": card, "baseline": BASELINE}
     content: dict[str, Any] = {}
 

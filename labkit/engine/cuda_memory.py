@@ -10,7 +10,7 @@ import torch
 
 from labkit.engine.cuda_cache import CacheFormat
 from labkit.errors import DoesNotFitError
-from labkit.format import GIB
+from labkit.format import memory
 from labkit.memory.records import MemoryPlan
 
 
@@ -80,8 +80,8 @@ def num_blocks_of(
         works = math.floor(100 * within_reach / card.total_bytes) / 100
         raise DoesNotFitError(
             "the card does not have the budget free; another process may hold its memory",
-            needed=f"{needed / GIB:.2f} GiB",
-            available=f"{within_reach / GIB:.2f} GiB",
+            needed=memory(needed),
+            available=memory(within_reach),
             works=f"gpu_memory_utilization = {works:.2f}",
             knob="gpu_memory_utilization",
         )
@@ -89,8 +89,8 @@ def num_blocks_of(
     if blocks < 1:
         raise DoesNotFitError(
             "no KV block is left beside weights, activations and graphs",
-            needed=f"{(used + form.block_bytes) / GIB:.2f} GiB",
-            available=f"{budget / GIB:.2f} GiB",
+            needed=memory(used + form.block_bytes),
+            available=memory(budget),
             knob="gpu_memory_utilization",
         )
     return blocks

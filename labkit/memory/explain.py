@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.format import count, memory, number
+from labkit.format import count, gib, memory, number
 from labkit.memory.capacity import Capacity
 from labkit.memory.dtypes import compute_dtype, stored_kv_dtype
 from labkit.memory.kv_layout import KvLayout
@@ -55,7 +55,7 @@ def formulas_labkit(
         "block_tables": f"4 B × {count(config.max_num_seqs)} requests × blocks of the longest = "
         f"{memory(breakdown.block_tables_bytes)}",
         "workspace": f"scratch for the longest sequence of one layer = {memory(breakdown.workspace_bytes)}",
-        "kv_cache": f"{number(config.cpu_memory_gib)} GiB × {config.gpu_memory_utilization:g} less the other parts, in "
+        "kv_cache": f"{gib(config.cpu_memory_gib)} × {config.gpu_memory_utilization:g} less the other parts, in "
         f"whole blocks = {memory(breakdown.kv_cache_bytes)}",
         "cuda_graphs": "no CUDA graphs on a CPU",
         "outside": "the budget is the engine's alone",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from labkit.errors import OutOfRangeError
+from labkit.format import gib
 from labkit.memory.logs.record import LogRecord
 from labkit.memory.model_names import named_or_loaded
 from labkit.memory.planner import LABKIT_VERSION
@@ -62,7 +63,7 @@ def question_for(
     for name, value in sizes.items():
         lowest = -(2**20) if name == "available_kv_bytes" else 0  # a log may print a negative pool
         if value is not None and not lowest <= value < 2**20:
-            raise OutOfRangeError(f"{name.removesuffix('_bytes')} cannot be {value} GiB", works="0 or more GiB")
+            raise OutOfRangeError(f"{name.removesuffix('_bytes')} cannot be {gib(value)}", works="0 or more GiB")
     question = Question(
         named_or_loaded(model),
         load_gpu(gpu),

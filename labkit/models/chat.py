@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labkit.errors import FileFormatError, OutOfRangeError
+from labkit.format import memory
 from labkit.models import chat_sandbox
 from labkit.text import plain
 
@@ -53,7 +54,7 @@ def _answer(done: subprocess.CompletedProcess[bytes]) -> str:
     try:
         answer = json.loads(done.stdout)
     except ValueError as error:
-        limits = f"{chat_sandbox.CPU_SECONDS} s of CPU time or {chat_sandbox.MEMORY_BYTES >> 20} MiB"
+        limits = f"{chat_sandbox.CPU_SECONDS} s of CPU time or {memory(chat_sandbox.MEMORY_BYTES)}"
         raise FileFormatError(f"the chat template needed more than {limits} and was stopped") from error
     if "error" in answer:
         raise FileFormatError(f"the chat template failed: {plain(answer['error'], 300)}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.errors import FileFormatError, UnknownNameError
+from labkit.format import memory
 from labkit.specs.config_fields import parse_config, read_config_file
 from labkit.specs.hub_probe import hub_answers
 from labkit.specs.model_catalogue import catalogue_model, find_name, model_names
@@ -136,7 +137,7 @@ def _shard_bytes(shard: Path) -> int:
     header = struct.unpack("<Q", start)[0] if len(start) == 8 else size
     if header > min(size - 8, MAX_SAFETENSORS_HEADER_BYTES):
         raise FileFormatError(
-            f"the header of {plain(shard.name)} is longer than its file or than 100 MiB",
+            f"the header of {plain(shard.name)} is longer than its file or than {memory(MAX_SAFETENSORS_HEADER_BYTES)}",
             needed=f"{header} bytes",
             available=f"{size} bytes",
         )

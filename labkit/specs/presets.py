@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from labkit.errors import UnknownNameError
-from labkit.format import count, memory
+from labkit.format import count, gib, memory
 from labkit.specs.engine_config import EngineConfig
 from labkit.text import nearest, plain
 
@@ -102,7 +102,7 @@ _WORDS: Mapping[str, Callable[[Any], str]] = MappingProxyType(
         "enable_chunked_prefill": _switch("chunked prefill", "no chunked prefill"),
         "enable_prefix_caching": _switch("prefix caching", "no prefix caching"),
         "enforce_eager": _switch("eager", "graphs"),
-        "swap_space": lambda value: f"swap {value:g} GiB" if value else "no swap space",
+        "swap_space": lambda value: f"swap {gib(value)}" if value else "no swap space",
         "preemption_mode": lambda value: f"preempt by {value}",
         "num_gpu_blocks_override": _worded("blocks", count),
         "kv_cache_memory_bytes": _worded("KV", memory),
@@ -113,7 +113,7 @@ _WORDS: Mapping[str, Callable[[Any], str]] = MappingProxyType(
         "pipeline_parallel_size": _worded("PP"),
         "data_parallel_size": _worded("DP"),
         "enable_expert_parallel": _switch("expert parallel", "no expert parallel"),
-        "cpu_memory_gib": lambda value: f"memory {value:g} GiB",
+        "cpu_memory_gib": lambda value: f"memory {gib(value)}",
     }
 )
 

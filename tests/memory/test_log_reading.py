@@ -189,7 +189,7 @@ def test_limits_are_stated(tmp_path):
         file.truncate(65 * 2**20)
     with pytest.raises(FileFormatError) as refused:
         read_log_file(big)
-    assert (refused.value.needed, refused.value.available) == ("at most 64 MiB", "65 MiB")
+    assert (refused.value.needed, refused.value.available) == ("at most 64.0 MiB", "65.0 MiB")
 
 
 def test_an_endless_line_is_cut_and_said(tmp_path):

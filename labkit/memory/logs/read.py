@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.errors import FileFormatError
+from labkit.format import memory
 from labkit.memory.logs.flags import command_flags, config_flags, model_name
 from labkit.memory.logs.patterns import ERROR_TEXTS, PATTERNS, RANK, RANK_PART, SIZES, VERSIONS, Pattern
 from labkit.memory.logs.record import LogRecord
@@ -40,8 +41,8 @@ def read_log_file(path: str | os.PathLike[str]) -> LogRecord:
         if size > MAX_BYTES:
             raise FileFormatError(
                 f"{plain(path.name)} is too long for a log",
-                needed="at most 64 MiB",
-                available=f"{size / 2**20:.0f} MiB",
+                needed=f"at most {memory(MAX_BYTES)}",
+                available=memory(size),
                 works="the part from the server's start to the first request",
             )
         with path.open("rb") as file:
@@ -68,7 +69,7 @@ def read_log(text: str | Iterable[str]) -> LogRecord:
     """
     if isinstance(text, str):
         if len(text) > MAX_BYTES:
-            raise FileFormatError("the text is too long for a log", needed="at most 64 MiB")
+            raise FileFormatError("the text is too long for a log", needed=f"at most {memory(MAX_BYTES)}")
         text = text.splitlines()
     collected = _Collected()
     for line in text:
