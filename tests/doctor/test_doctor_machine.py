@@ -12,6 +12,7 @@ from labkit.doctor.check import Check, Examination, joined
 from labkit.doctor.environment import environment_checks, hub_cache
 from labkit.doctor.machine import FixedMachine, Memory, Output, Package, System, TorchFacts, cuda_of_version_file
 from labkit.doctor.nvml_facts import CardFacts, CardProcess, NvmlFacts
+from labkit.doctor.which_vllm import releases
 
 GIB = 2**30
 H100 = CardFacts(
@@ -236,3 +237,8 @@ def test_this_process_on_the_card_is_not_told_to_be_ended():
     assert _all(machine)["processes-0"].status == "ok"
     machine = replace(WELL, nvml_facts=_cards(processes=(own, CardProcess(99, "x", GIB)), free_bytes=50 * GIB))
     assert f"kill {os.getpid()}" not in _all(machine)["processes-0"].fix
+
+
+def test_the_c_library_that_the_wheels_need_is_enough():
+    needed = ".".join(str(number) for number in releases()[-1].glibc)
+    assert _all(replace(WELL, system_facts=_system(glibc=needed)))["glibc"].status == "ok"
