@@ -115,7 +115,10 @@ def check_prompt(request: EngineRequest, vocab_size: int) -> None:
     """
     if len(request.prompt_token_ids) == 0:
         raise OutOfRangeError(f"request {plain(request.request_id, 80)} has an empty prompt", needed="1 token or more")
-    for token_id in request.prompt_token_ids:
+    ids = request.prompt_token_ids
+    if {*map(type, ids)} == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return
+    for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
             raise OutOfRangeError(
                 f"token id {plain(repr(token_id), 40)} of request {plain(request.request_id, 80)} is not in the "

@@ -1,0 +1,100 @@
+"""`StepConstants`: efficiencies and overheads of `StepTimeModel`, on four levels, with where they come from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from importlib import resources
+from typing import Any, Literal
+
+from labkit.memory.rules import vllm_rules
+from labkit.specs.gpu_spec import GpuSpec
+
+Level = Literal["data sheet", "shipped", "microbenchmark", "calibrated"]
+LEVELS: tuple[Level, ...] = ("data sheet", "shipped", "microbenchmark", "calibrated")
+
+
+@dataclass(frozen=True)
+class StepConstants:
+    """Shares of data-sheet figures that are reached, and seconds that are lost; each more than zero.
+
+    Attributes:
+        bandwidth_efficiency: weights read by products, of the memory bandwidth.
+        flops_efficiency, flops_efficiency_8bit, flops_efficiency_4bit: products, of the peak of that width.
+        expert_efficiency: grouped products over plain ones.
+        kv_efficiency, kv_efficiency_8bit: decode attention, of the memory bandwidth.
+        attention_efficiency: prefill attention, of the 16-bit peak.
+        attention_floor_s: shortest decode attention of a layer.
+        all_reduce_s, link_efficiency: one all-reduce; share of the link's bandwidth.
+        step_s, layer_s, moe_layer_s, request_s: host and launch time of a step, a layer, a layer's routing, a request.
+        eager_layer_s: host time of one layer's launches without CUDA graphs.
+        first_token_s: HTTP, tokenizer and detokenizer, added to the time to first token.
+        lag_steps: steps that a new request waits because they were queued before (asynchronous scheduling).
+        host_link_bytes_per_s: between card and host memory.
+        correction: one factor over the whole step, 1 until calibrated.
+        interval_low, interval_high: a prediction times these is the range that holds 90 % of measured values.
+        level: where the constants come from.
+    """
+
+    bandwidth_efficiency: float
+    flops_efficiency: float
+    flops_efficiency_8bit: float
+    flops_efficiency_4bit: float
+    expert_efficiency: float
+    kv_efficiency: float
+    kv_efficiency_8bit: float
+    attention_efficiency: float
+    attention_floor_s: float
+    all_reduce_s: float
+    link_efficiency: float
+    step_s: float
+    layer_s: float
+    moe_layer_s: float
+    request_s: float
+    eager_layer_s: float
+    first_token_s: float
+    lag_steps: float
+    host_link_bytes_per_s: float
+    correction: float = 1.0
+    interval_low: float = 0.5
+    interval_high: float = 2.0
+    level: Level = "data sheet"
+
+    def replace(self, **changes: Any) -> StepConstants:
+        """A variant with `changes`."""
+        return replace(self, **changes)
+
+
+CONSTANT_NAMES = tuple(entry.name for entry in fields(StepConstants) if entry.type == "float")
+
+
+@lru_cache(maxsize=1)
+def constants_table() -> dict[str, Any]:
+    """The content of `step_constants.json`."""
+    return json.loads(resources.files("labkit.engine").joinpath("step_constants.json").read_text(encoding="utf-8"))
+
+
+def load_constants(engine_version: str = "0.33.0", level: Level = "shipped", *, is_moe: bool = False) -> StepConstants:
+    """The constants of a vLLM version that come with labkit.
+
+    Args:
+        level: "data sheet" (written down before any run was looked at) or "shipped" (fitted to public runs).
+        is_moe: mixtures of experts are predicted worse, so that their interval is wider.
+
+    Raises:
+        OutOfRangeError: the text is no version.
+    """
+    table = constants_table()
+    values = dict(table["data sheet"])
+    if level != "data sheet":
+        values.update(table["shipped"][vllm_rules(engine_version).engine])
+    low, high = values.pop("interval_moe" if is_moe else "interval_dense")
+    values.pop("interval_dense" if is_moe else "interval_moe")
+    return StepConstants(**values, interval_low=low, interval_high=high, level=level)
+
+
+def link_bytes_per_s(gpu: GpuSpec) -> float:
+    """Bytes per second that one card sends to its peers: NVLink in one direction, else PCIe."""
+    links = constants_table()["links_bytes_per_s"]
+    return float(links.get(gpu.name, links["other"]))

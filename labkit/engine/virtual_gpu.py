@@ -1,0 +1,232 @@
+"""`VirtualEngine`: the real `Engine`, scheduler and block pool on a virtual clock that a step-time model moves.
+
+No token is computed and no device touched. A stretch of steps in which the same requests decode is taken in one
+jump: its block allocations are replayed in the order in which single steps make them, so that tables, caches and
+counts are those of single steps, and its times come from one evaluation of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+
+from labkit.engine.batch import ScheduledBatch
+from labkit.engine.engine import Engine, StepResult
+from labkit.engine.sampling_params import EngineRequest
+from labkit.engine.scheduler import Scheduler
+from labkit.engine.sequence import Sequence
+from labkit.engine.step_cost import KvCost
+from labkit.engine.step_time import StepLoad, StepTimeModel
+from labkit.engine.vllm_rules import VllmScheduler
+from labkit.memory.records import MemoryPlan
+
+_MOST_STEPS = 4096
+
+
+class VirtualGpuExecutor:
+    """An `Executor` whose steps take as long as `model` says and give a fixed token for each request."""
+
+    def __init__(self, plan: MemoryPlan, model: StepTimeModel) -> None:
+        self.plan = plan
+        self.model = model
+        self.now_s = 0.0
+        self._ends = frozenset(plan.model.eos_token_ids)
+
+    def clock(self) -> float:
+        """Virtual seconds."""
+        return self.now_s
+
+    def token_of(self, sequence: Sequence) -> int:
+        """A token that never ends a request and that neighbouring requests do not share."""
+        vocab_size = self.plan.model.vocab_size
+        token = sequence.index % vocab_size
+        while token in self._ends:
+            token = (token + 1) % vocab_size
+        return token
+
+    def execute(self, batch: ScheduledBatch) -> list[int]:
+        """See `Executor.execute`; moves the clock."""
+        self.now_s += float(self.model.seconds(batch_load(batch, self.model, self.plan.block_bytes))[0])
+        return [self.token_of(entry) for entry, samples in zip(batch.sequences, batch.samples, strict=True) if samples]
+
+    def reconfigure(self, plan: MemoryPlan) -> None:
+        """See `Executor.reconfigure`."""
+        self.plan = plan
+
+    def memory_parts(self) -> dict[str, int]:
+        """See `Executor.memory_parts`: the plan's parts, as nothing is allocated."""
+        return {part: size for part, size in self.plan.breakdown.parts().items() if part != "free"}
+
+    def close(self) -> None:
+        """See `Executor.close`."""
+
+
+def batch_load(batch: ScheduledBatch, model: StepTimeModel, block_bytes: int) -> StepLoad:
+    """The work of one step as the step-time model takes it."""
+    counts = np.diff(batch.query_starts).astype(float)
+    lengths = np.array(batch.seq_lens, dtype=float)
+    decodes = counts == 1
+    contexts, queries, ends = lengths[decodes], counts[~decodes], lengths[~decodes]
+    swapped = (len(batch.swap_in) + len(batch.swap_out)) * block_bytes
+    return StepLoad(
+        num_tokens=np.array([counts.sum()]),
+        num_seqs=np.array([float(len(counts))]),
+        num_sampled=np.array([float(sum(batch.samples))]),
+        kv_tokens=tuple(np.array([_seen(contexts, kind).sum()]) for kind in model.cost.kv),
+        pairs=tuple(np.array([_pairs(queries, ends, kind.window)]) for kind in model.cost.kv),
+        swapped_bytes=np.array([float(swapped)]),
+    )
+
+
+def _seen(contexts: np.ndarray, kind: KvCost) -> np.ndarray:
+    return np.minimum(contexts, kind.window) if kind.window else contexts
+
+
+def _pairs(queries: np.ndarray, ends: np.ndarray, window: int) -> float:
+    """(query, context) pairs of causal prefill: query i of a sequence sees end - queries + i + 1 tokens."""
+    whole = queries * ends - queries * (queries - 1) / 2
+    return float((np.minimum(whole, queries * window) if window else whole).sum())
+
+
+@dataclass(frozen=True)
+class Jump:
+    """Steps that were taken together; arrays of one entry a step, fields as in `StepRow`."""
+
+    start_s: np.ndarray
+    duration_s: np.ndarray
+    num_blocks_used: np.ndarray
+    num_blocks_cached: np.ndarray
+    num_tokens_stored: np.ndarray
+    num_running: int
+    num_waiting: int
+
+
+class VirtualEngine(Engine):
+    """An `Engine` on a virtual clock.
+
+    Args:
+        plan: from `labkit.memory.plan`; with engine "vllm" vLLM's scheduling rules hold, else labkit's.
+        model: how long steps take.
+    """
+
+    def __init__(self, plan: MemoryPlan, model: StepTimeModel, *, seed: int = 0) -> None:
+        plan = usable_plan(plan)
+        executor = VirtualGpuExecutor(plan, model)
+        self.gpu = executor
+        self._is_settled = False
+        super().__init__(None, plan, seed=seed, executor=executor, clock=executor.clock, hash_function=quick_hash)
+
+    def _new_scheduler(self) -> Scheduler:
+        kind = VllmScheduler if self.plan.engine == "vllm" else Scheduler
+        return kind(self.plan, on_finish=self._report, hash_function=self._hash_function)
+
+    def add_request(self, request: EngineRequest) -> None:
+        """See `Engine.add_request`."""
+        self._is_settled = False
+        super().add_request(request)
+
+    def step(self) -> StepResult:
+        """See `Engine.step`."""
+        result = super().step()
+        changed = result.finished or result.num_preemptions or result.num_prefill_tokens
+        self._is_settled = not changed and result.num_decode_tokens == result.num_running
+        return result
+
+    def jump(self, until_s: float) -> Jump | None:
+        """Take all the steps in which nothing but decode happens and that begin before `until_s`; None when there
+        are not even two: the next one must be a `step`."""
+        running = self._scheduler.running
+        # What could not be let in stays out until a request ends: growth only takes blocks.
+        if not running or not (self._is_settled or not self._scheduler.waiting):
+            return None
+        if any(entry.num_tokens_to_compute != 1 or not entry.num_output_tokens for entry in running):
+            return None
+        computed = np.array([entry.num_computed_tokens for entry in running])
+        room = np.array([len(entry.block_table) for entry in running]) * self._scheduler.pool.block_size
+        num_steps = min(_MOST_STEPS, min(entry.max_tokens - entry.num_output_tokens for entry in running) - 1)
+        num_steps = self._steps_with_blocks(computed, room, num_steps)
+        if num_steps < 2:
+            return None
+        seconds = self.gpu.model.decode_seconds(computed + 1.0, num_steps)
+        ends = self.gpu.now_s + np.cumsum(seconds)
+        num_steps = 1 + int(np.searchsorted(ends[:-1], until_s, side="left"))
+        return self._take(computed, room, seconds[:num_steps], ends[:num_steps])
+
+    def _steps_with_blocks(self, computed: np.ndarray, room: np.ndarray, num_steps: int) -> int:
+        """As many of `num_steps` steps as the pool has blocks for."""
+        size, available = self._scheduler.pool.block_size, self._scheduler.pool.num_available
+
+        def needed(steps: int) -> int:
+            return int((-(-np.maximum(0, computed + steps - room) // size)).sum())
+
+        low, high = 0, num_steps
+        while low < high and needed(high) > available:
+            middle = (low + high) // 2
+            if needed(middle) <= available:
+                low = middle + 1
+            else:
+                high = middle
+            if needed(low) > available:
+                return low - 1
+        return high
+
+    def _take(self, computed: np.ndarray, room: np.ndarray, seconds: np.ndarray, ends: np.ndarray) -> Jump:
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        running, num_steps = list(scheduler.running), len(seconds)
+        waste = int((room - computed).sum())
+        used, cached = np.empty(num_steps, dtype=int), np.empty(num_steps, dtype=int)
+        before, times = pool.num_used, ends.tolist()
+        for entry in running:
+            entry.token_ids.extend([self.gpu.token_of(entry)] * num_steps)
+        position = 0
+        for step, events in groupby(_block_events(computed, room, num_steps, pool.block_size), key=lambda e: e[0]):
+            used[position:step], cached[position:step] = pool.num_used, pool.num_cached
+            for _, is_full, number in events:
+                self._block_event(running[number], int(computed[number]) + step + 1, bool(is_full))
+            used[step], cached[step] = pool.num_used, pool.num_cached
+            position = step + 1
+        used[position:], cached[position:] = pool.num_used, pool.num_cached
+        for entry in running:
+            entry.num_computed_tokens = entry.num_tokens - 1
+            entry.token_times_s.extend(times)
+        self.gpu.now_s = times[-1]
+        taken = np.arange(1, num_steps + 1) * len(running)
+        stored = used * pool.block_size - (waste + (used - before) * pool.block_size - taken)
+        return Jump(ends - seconds, seconds, used, cached, stored, len(running), len(scheduler.waiting))
+
+    def _block_event(self, sequence: Sequence, num_computed_tokens: int, is_full: bool) -> None:
+        if is_full:
+            sequence.num_computed_tokens = num_computed_tokens
+            self._scheduler._register_full_blocks(sequence)
+        else:
+            self._scheduler._extend(sequence, 1)
+
+
+def _block_events(
+    computed: np.ndarray, room: np.ndarray, num_steps: int, block_size: int
+) -> list[tuple[int, int, int]]:
+    """(step, 0 a block is needed | 1 a block is full, sequence), in the order in which single steps do it."""
+    events = []
+    for number, (done, places) in enumerate(zip(computed.tolist(), room.tolist(), strict=True)):
+        events += [(step, 0, number) for step in range(places - done, num_steps, block_size)]
+        first = -(done + 1) % block_size
+        events += [(step, 1, number) for step in range(first, num_steps, block_size)]
+    events.sort()
+    return events
+
+
+def usable_plan(plan: MemoryPlan) -> MemoryPlan:
+    """The plan with the blocks that requests can hold: vLLM prints those as tokens, keeps one block back in some
+    versions, and has no swap."""
+    if plan.engine != "vllm":
+        return plan
+    num_blocks = plan.kv_cache_tokens // plan.config.block_size
+    return replace(plan, num_gpu_blocks=num_blocks, num_swap_blocks=0)
+
+
+def quick_hash(parent_hash: bytes, token_ids: SequenceOf[int]) -> bytes:
+    """A hash for books that no one attacks; the pool compares content wherever hashes agree."""
+    return hash((parent_hash, tuple(token_ids))).to_bytes(8, "little", signed=True)

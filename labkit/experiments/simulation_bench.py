@@ -1,0 +1,182 @@
+"""Accuracy of the step-time model on runs that its constants never saw: whole models and whole cards left out.
+
+`labkit bench simulation` writes `results/simulation.json`; with `fit=True` it also renews the shipped constants.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from labkit.engine.step_constants import StepConstants, constants_table, load_constants
+from labkit.experiments.fit_constants import fit_constants
+from labkit.experiments.public_runs import PublicRun, predict, public_runs
+from labkit.files import write_atomic
+from labkit.results import at_least, at_most, write_results
+
+# Log-normal widths of the prior around the data-sheet level: wide where nothing was known beforehand.
+SIGMAS = {
+    "bandwidth_efficiency": 0.1, "flops_efficiency": 0.2, "flops_efficiency_8bit": 0.2, "flops_efficiency_4bit": 0.3,
+    "expert_efficiency": 0.3, "kv_efficiency": 0.3, "kv_efficiency_8bit": 0.3, "attention_efficiency": 0.4,
+    "all_reduce_s": 0.5, "link_efficiency": 0.3, "step_s": 0.7, "layer_s": 0.7, "moe_layer_s": 1.0, "request_s": 0.7,
+}  # fmt: skip
+# Runs of one deployment err together, so that each counts for far less than an independent value of 10 % noise.
+NOISE = 0.5
+DENSE_CARD = "TPOT of dense models on a card left out, median error, %"
+DENSE_MODEL = "TPOT of a dense model left out, median error, %"
+MOE_MODEL = "TPOT of a mixture of experts left out, median error, %"
+ORDER = "pairs of configurations more than 5 % apart in the right order, %"
+COVERAGE_LOW = "90 % interval, share of measured values inside, %"
+COVERAGE_HIGH = "90 % interval, share of measured values inside, % (upper bar)"
+_NORMAL_90 = 1.645
+KeyOf = Callable[[PublicRun], Any]
+Runs = tuple[PublicRun, ...]
+
+
+def measured_s(runs: Runs) -> np.ndarray:
+    """Measured seconds of each run, [runs]."""
+    return np.array([run.seconds for run in runs])
+
+
+def fit_engine(runs: Runs) -> StepConstants:
+    """Constants of one engine generation from its runs, starting at the data-sheet level."""
+    start = load_constants(level="data sheet")
+    return fit_constants(start, lambda found: predict(runs, found), measured_s(runs), SIGMAS, noise=NOISE)
+
+
+def left_out(runs: Runs, key: KeyOf) -> np.ndarray:
+    """log(predicted/measured) of each run by constants fitted without the runs that share its key, [runs]."""
+    errors = np.empty(len(runs))
+    keys = [key(run) for run in runs]
+    for one in sorted(set(keys)):
+        mask = np.array([entry == one for entry in keys])
+        others = tuple(run for run, out in zip(runs, mask, strict=True) if not out)
+        own = tuple(run for run, out in zip(runs, mask, strict=True) if out)
+        errors[mask] = np.log(predict(own, fit_engine(others)) / measured_s(own))
+    return errors
+
+
+def bench_simulation(path: str | os.PathLike[str], *, fit: bool = False) -> dict[str, Any]:
+    """Cross-validate and write the results file; returns its content.
+
+    Args:
+        fit: also write `step_constants.json` anew, for whoever changes the formula or the runs.
+
+    Raises:
+        FileFormatError: the folder cannot be written.
+    """
+    by_card: list[tuple[PublicRun, float]] = []
+    by_model: list[tuple[PublicRun, float]] = []
+    for engine in ("V1", "V0"):
+        runs = tuple(run for run in public_runs() if run.engine == engine)
+        by_card += zip(runs, left_out(runs, lambda run: run.gpu_name), strict=True)
+        by_model += zip(runs, left_out(runs, lambda run: run.model_name), strict=True)
+    inside, intervals = coverage(by_model)
+    if fit:
+        _write_constants(intervals)
+    rows = [*_rows("card left out", by_card, lambda run: run.gpu_name), *_rows("model left out", by_model, _model_of)]
+    for level, errors in (("data sheet alone", _errors("data sheet")), ("in sample", _errors("shipped"))):
+        rows += _rows(level, errors, _model_of)
+    summary = {
+        DENSE_CARD: at_most(median_error(by_card, moe=False), 10, 7),
+        DENSE_MODEL: at_most(median_error(by_model, moe=False), 8, 6),
+        MOE_MODEL: at_most(median_error(by_model, moe=True), 20, 12),
+        ORDER: at_least(right_order(by_model), 95, 98),
+        COVERAGE_LOW: at_least(inside, 85, 90),
+        COVERAGE_HIGH: at_most(inside, 95, 90),
+    }
+    return write_results(path, command="labkit bench simulation", rows=rows, summary=summary, intervals=intervals)
+
+
+def median_error(errors: Sequence[tuple[PublicRun, float]], *, moe: bool) -> float:
+    """Median absolute error of dense or MoE runs, in percent."""
+    return _percent(np.abs(np.expm1([error for run, error in errors if run.is_moe == moe])), 50)
+
+
+def right_order(errors: Sequence[tuple[PublicRun, float]]) -> float:
+    """Percent of pairs whose output rate per card is predicted in the measured order: pairs of one model, card and
+    traffic that differ by more than 5 %."""
+    groups: dict[tuple, list[tuple[float, float]]] = {}
+    for run, error in errors:
+        rate = run.concurrency / run.seconds / run.config.tensor_parallel_size
+        key = (run.model_name, run.weights, run.gpu_name, run.input_tokens, run.output_tokens)
+        groups.setdefault(key, []).append((np.log(rate), np.log(rate) - error))
+    gaps = [
+        (a[0] - b[0], a[1] - b[1])
+        for group in groups.values()
+        for a, b in combinations(group, 2)
+        if abs(a[0] - b[0]) > np.log(1.05)
+    ]
+    return 100 * float(np.mean([measured * predicted > 0 for measured, predicted in gaps]))
+
+
+def coverage(errors: Sequence[tuple[PublicRun, float]]) -> tuple[float, dict[str, list[float]]]:
+    """Percent of left-out values inside a 90 % interval made from the other models' errors, and the intervals made
+    from all: measured over predicted, low and high, for dense models and mixtures of experts."""
+    inside: list[bool] = []
+    intervals = {}
+    for moe, name in ((False, "interval_dense"), (True, "interval_moe")):
+        groups: dict[str, list[float]] = {}
+        for run, error in errors:
+            if run.is_moe == moe:
+                groups.setdefault(run.model_name, []).append(-error)
+        for model, ratios in groups.items():
+            low, high = interval([group for other, group in groups.items() if other != model])
+            inside += [low <= ratio <= high for ratio in ratios]
+        intervals[name] = [round(float(np.exp(edge)), 3) for edge in interval(list(groups.values()))]
+    return 100 * float(np.mean(inside)), intervals
+
+
+def interval(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The range of a value of a new group at 90 %, low and high: values of one model err together, so the spread
+    between models counts, and that of their mean, beside the spread within one."""
+    means = np.array([np.mean(group) for group in groups])
+    within = np.mean([np.var(group) for group in groups])
+    between = np.var(means, ddof=1) if len(means) > 1 else 0.0
+    half = _NORMAL_90 * float(np.sqrt(within + between * (1 + 1 / len(means))))
+    return float(means.mean()) - half, float(means.mean()) + half
+
+
+def _errors(level: Any) -> list[tuple[PublicRun, float]]:
+    found: list[tuple[PublicRun, float]] = []
+    for engine, version in (("V1", "0.19.0"), ("V0", "0.6.0")):
+        runs = tuple(run for run in public_runs() if run.engine == engine)
+        found += zip(runs, np.log(predict(runs, load_constants(version, level)) / measured_s(runs)), strict=True)
+    return found
+
+
+def _model_of(run: PublicRun) -> str:
+    return run.model_name
+
+
+def _rows(kind: str, errors: Sequence[tuple[PublicRun, float]], key: KeyOf) -> list[dict[str, Any]]:
+    rows = []
+    for engine, one in sorted({(run.engine, key(run)) for run, _ in errors}):
+        sizes = np.abs(np.expm1([error for run, error in errors if (run.engine, key(run)) == (engine, one)]))
+        row = {"check": kind, "engine": engine, "group": one, "runs": len(sizes)}
+        rows.append({**row, "median_error_percent": _percent(sizes, 50), "p90_error_percent": _percent(sizes, 90)})
+    return rows
+
+
+def _percent(sizes: np.ndarray, share: float) -> float:
+    return round(100 * float(np.percentile(sizes, share)), 2)
+
+
+def _write_constants(intervals: dict[str, list[float]]) -> None:
+    import labkit.engine
+
+    path = Path(next(iter(labkit.engine.__path__))) / "step_constants.json"
+    table = json.loads(path.read_text(encoding="utf-8"))
+    for engine in ("V1", "V0"):
+        found = fit_engine(tuple(run for run in public_runs() if run.engine == engine))
+        table["shipped"][engine] = {
+            **{name: float(f"{getattr(found, name):.4g}") for name in SIGMAS}, **intervals,
+        }  # fmt: skip
+    constants_table.cache_clear()
+    write_atomic(path, json.dumps(table, indent=1, ensure_ascii=False) + "\n")

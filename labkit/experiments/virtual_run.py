@@ -1,0 +1,290 @@
+"""`simulate`: a workload on a virtual GPU, as a `RunRecord` of origin "simulated"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from labkit.engine.engine import RequestOutput, StepResult
+from labkit.engine.sampling_params import EngineRequest, SamplingParams
+from labkit.engine.step_constants import StepConstants, load_constants
+from labkit.engine.step_cost import step_cost
+from labkit.engine.step_time import StepTimeModel
+from labkit.engine.virtual_gpu import Jump, VirtualEngine
+from labkit.errors import DoesNotFitError, OutOfRangeError, UnsupportedError
+from labkit.measure.run_record import RequestRow, RunRecord, StepRow
+from labkit.memory import plan as memory_plan
+from labkit.memory.budget import MAX_CAPTURE_SIZE
+from labkit.memory.records import MemoryPlan
+from labkit.specs import prompt_token_ids
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.gpu_spec import GpuSpec
+from labkit.specs.model_spec import ModelSpec
+from labkit.specs.workload import Workload
+
+IsCancelled = Callable[[], bool]
+_ASK_EVERY = 64
+
+
+@dataclass(frozen=True)
+class VirtualOptions:
+    """How a workload is offered to a virtual engine.
+
+    Attributes:
+        arrival_scale: multiplies every arrival time; 0 offers all requests at once.
+        has_server: requests come through HTTP and tokenizer, and asynchronous scheduling lets them wait for steps
+            that are queued; False for the engine alone, as labkit's own runs are.
+        seed: of the engine.
+    """
+
+    arrival_scale: float = 1.0
+    has_server: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.arrival_scale <= 1e6:
+            raise OutOfRangeError(f"arrival_scale cannot be {self.arrival_scale}", works="0 or more")
+
+
+def simulate(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    workload: Workload,
+    config: EngineConfig | None = None,
+    *,
+    engine: str = "vllm",
+    engine_version: str = "0.33.0",
+    constants: StepConstants | None = None,
+    options: VirtualOptions | None = None,
+    is_cancelled: IsCancelled = lambda: False,
+    run_id: str = "virtual",
+    name: str = "",
+    created: str = "",
+) -> RunRecord:
+    """Serve `workload` on a `gpu` that need not be there.
+
+    Args:
+        config: the knobs; None means all defaults of `engine`.
+        engine: "vllm" for its rules of planning and scheduling, "labkit" for the lab's own.
+        constants: of the step-time model; those that come with labkit by default.
+        is_cancelled: asked now and then; what was served until then is kept.
+        run_id, name, created: of the record.
+
+    Returns:
+        The record; `versions` holds the level of the constants and the interval that holds 90 % of measured step
+        times, as factors. `status` is "failed" with `error` set when the plan refuses the configuration.
+
+    Raises:
+        UnsupportedError: the card has no data-sheet bandwidth and compute figures.
+        OutOfRangeError: a configuration that the engine refuses.
+    """
+    if not gpu.mem_bandwidth_bytes_per_s or not (gpu.bf16_flops or gpu.fp16_flops):
+        raise UnsupportedError(
+            f"step times of {gpu.name} cannot be predicted: its bandwidth and compute are not known",
+            works="a card of the catalogue (see `labkit gpus`)",
+        )
+    config = config or EngineConfig()
+    plan = memory_plan(model, gpu, config, engine=engine, engine_version=engine_version)
+    constants = constants or load_constants(engine_version, is_moe=model.moe is not None)
+    options = options or VirtualOptions(has_server=engine == "vllm")
+    record = _new_record(plan, config, workload, constants, options, run_id, name, created)
+    try:
+        run = VirtualRun(virtual_engine(plan, constants, options.seed), workload, options, constants, is_cancelled)
+    except DoesNotFitError as error:
+        return _with(record, status="failed", error=str(error))
+    return _with(record, **run.serve())
+
+
+def virtual_engine(plan: MemoryPlan, constants: StepConstants, seed: int = 0) -> VirtualEngine:
+    """An engine for `plan` whose steps take what the constants say.
+
+    Raises:
+        DoesNotFitError: the plan has no block, or cannot hold one request of max_model_len.
+    """
+    if plan.verdict == "does not fit":
+        raise DoesNotFitError(
+            "the plan does not fit", available=f"{plan.kv_cache_tokens} KV tokens",
+            works=f"max_model_len {plan.max_model_len_that_fits}", knob=plan.binding_limit,
+        )  # fmt: skip
+    config = plan.config
+    graphs = min(2 * int(config.max_num_seqs or 0), MAX_CAPTURE_SIZE)
+    model = StepTimeModel(step_cost(plan.model, config), plan.gpu, constants, config.enforce_eager, graphs)
+    return VirtualEngine(plan, model, seed=seed)
+
+
+class VirtualRun:
+    """Serves a workload on a virtual engine; the arguments are those of `simulate`."""
+
+    def __init__(
+        self,
+        engine: VirtualEngine,
+        workload: Workload,
+        options: VirtualOptions,
+        constants: StepConstants,
+        is_cancelled: IsCancelled,
+    ) -> None:
+        self._engine = engine
+        self._workload = workload
+        self._is_cancelled = is_cancelled
+        self._delay_s = constants.first_token_s if options.has_server else 0.0
+        self._queued_steps = max(0, round(constants.lag_steps) - 1) if options.has_server else 0
+        self._arrivals = [request.arrival_s * options.arrival_scale for request in workload.requests]
+        self._next = 0
+        self._steps_seen = 0
+        self._offer_at_step = -1
+        self._requests: list[RequestRow] = []
+        self._steps: list[StepRow] = []
+        self._block_map: tuple[int, ...] = ()
+        self._most_mapped = 0.0
+
+    def serve(self) -> dict[str, object]:
+        """Run to the end, or until cancelled; the fields of the record that this decides."""
+        engine, turns = self._engine, 0
+        status = "finished"
+        while self._next < len(self._arrivals) or engine.has_unfinished:
+            turns += 1
+            if turns % _ASK_EVERY == 0 and self._is_cancelled():
+                status = "cancelled"
+                self._cancel()
+                break
+            self._offer_arrived()
+            if not engine.has_unfinished:
+                if self._next < len(self._arrivals):
+                    engine.gpu.now_s = max(engine.gpu.now_s, self._ready_s())
+                continue
+            self._advance()
+        self._requests.sort(key=lambda row: row.request_id)
+        return {
+            "status": status, "requests": tuple(self._requests), "steps": tuple(self._steps),
+            "duration_s": engine.gpu.now_s, "block_map": self._block_map,
+        }  # fmt: skip
+
+    def _ready_s(self) -> float:
+        """When the next request is through HTTP and tokenizer."""
+        return self._arrivals[self._next] + self._delay_s if self._next < len(self._arrivals) else math.inf
+
+    def _offer_arrived(self) -> None:
+        engine = self._engine
+        while self._next < len(self._arrivals) and self._ready_s() <= engine.gpu.now_s:
+            if self._queued_steps and engine.has_unfinished:
+                if self._offer_at_step < 0:
+                    self._offer_at_step = self._steps_seen + self._queued_steps
+                if self._steps_seen < self._offer_at_step:
+                    return
+            self._offer(self._next)
+            self._next += 1
+        self._offer_at_step = -1
+
+    def _offer(self, index: int) -> None:
+        request = self._workload.requests[index]
+        prompt = stand_in_prompt(self._workload, index, self._engine.plan.model.vocab_size)
+        sampling = SamplingParams(max_tokens=max(1, request.output_tokens), ignore_eos=True)
+        try:
+            self._engine.add_request(EngineRequest(index, prompt, sampling, self._arrivals[index]))
+        except (DoesNotFitError, OutOfRangeError) as error:
+            arrival_s, reason = self._arrivals[index], f"refused: {error}"
+            self._requests.append(
+                RequestRow(index, arrival_s, None, None, request.input_tokens, 0, finish_reason=reason)
+            )
+
+    def _advance(self) -> None:
+        waits = self._offer_at_step >= 0
+        jump = None if waits else self._engine.jump(self._ready_s())
+        if jump is None:
+            result = self._engine.step()
+            self._steps_seen += 1
+            if result.num_tokens:
+                self._steps.append(step_row(result))
+            self._requests += [request_row(output) for output in result.finished]
+            self._map_blocks(result.num_blocks_used)
+        else:
+            self._steps_seen += len(jump.start_s)
+            self._steps += jump_rows(jump)
+            self._map_blocks(int(jump.num_blocks_used[-1]))
+
+    def _map_blocks(self, num_used: int) -> None:
+        # Half as much again as the last map keeps the number of maps small however slowly the pool fills.
+        if num_used > 1.5 * self._most_mapped:
+            self._most_mapped = float(num_used)
+            self._block_map = self._engine.block_map()
+
+    def _cancel(self) -> None:
+        for index in range(self._next):
+            self._engine.abort(index)
+        if self._engine.has_unfinished:
+            self._requests += [request_row(output) for output in self._engine.step().finished]
+
+
+def stand_in_prompt(workload: Workload, index: int, vocab_size: int) -> tuple[int, ...]:
+    """Token ids that share with other requests exactly the prefixes that the workload says; where it says none, a
+    prompt that only differs from all others, as nobody reads it."""
+    request = workload.requests[index]
+    if request.prefix_blocks:
+        return tuple(prompt_token_ids(workload, index, vocab_size=vocab_size))
+    first, rest = divmod(index, vocab_size)
+    return ((first % vocab_size,) + (rest,) * (request.input_tokens - 1)) if request.input_tokens else ()
+
+
+def step_row(result: StepResult) -> StepRow:
+    """One step of an engine as a row."""
+    return StepRow(
+        result.start_s, result.duration_s, result.num_tokens, result.num_prefill_tokens, result.num_decode_tokens,
+        result.num_running, result.num_waiting, result.num_blocks_used, result.num_blocks_cached,
+        result.num_tokens_stored, result.num_preemptions, result.num_swapped_blocks,
+    )  # fmt: skip
+
+
+def jump_rows(jump: Jump) -> list[StepRow]:
+    """The rows of the steps of a jump."""
+    columns = (jump.start_s, jump.duration_s, jump.num_blocks_used, jump.num_blocks_cached, jump.num_tokens_stored)
+    count = jump.num_running
+    return [
+        StepRow(start, seconds, count, 0, count, count, jump.num_waiting, used, cached, stored)
+        for start, seconds, used, cached, stored in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+
+
+def request_row(output: RequestOutput) -> RequestRow:
+    """A finished request as a row."""
+    ended = output.finish_reason.startswith(("length", "stop"))
+    return RequestRow(
+        output.request_id, output.arrival_s, output.first_token_s, output.finish_s if ended else None,
+        output.input_tokens, len(output.token_ids), output.num_cached_tokens, output.num_preemptions,
+        output.finish_reason, output.token_times_s,
+    )  # fmt: skip
+
+
+def _new_record(
+    plan: MemoryPlan,
+    config: EngineConfig,
+    workload: Workload,
+    constants: StepConstants,
+    options: VirtualOptions,
+    run_id: str,
+    name: str,
+    created: str,
+) -> RunRecord:
+    low, high = constants.interval_low, constants.interval_high
+    return RunRecord(
+        run_id=run_id, name=name or f"{plan.model.name} on a virtual {plan.gpu.name}", created=created,
+        status="running", config=config, model=plan.model, gpu=plan.gpu, plan=plan, seed=options.seed,
+        workload={
+            "name": workload.name, "source": workload.source, "licence": workload.licence,
+            "steps": tuple(workload.steps), "seed": workload.seed, "num_requests": len(workload.requests),
+            "arrival_scale": options.arrival_scale,
+        },
+        versions={
+            plan.engine: plan.engine_version, "step-time constants": constants.level,
+            "step-time interval": f"{low:.3g} to {high:.3g}",
+        },
+        origin="simulated",
+        note=f"Simulated with {constants.level} constants: nine in ten measured step times lie between {low:.2f} "
+        f"and {high:.2f} times the ones shown.",
+    )  # fmt: skip
+
+
+def _with(record: RunRecord, **changes: object) -> RunRecord:
+    from dataclasses import replace
+
+    return replace(record, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,111 @@
+"""`simulate` gives records that everything above reads, without losing a request or a token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from labkit.errors import UnsupportedError
+from labkit.experiments.export import to_json
+from labkit.experiments.serialise import from_plain, to_plain
+from labkit.experiments.virtual_run import VirtualOptions, simulate, stand_in_prompt
+from labkit.measure.run_record import RunRecord
+from labkit.measure.summary import summarize
+from labkit.specs import cpu_gpu, load_gpu, load_model, load_workload, synthetic_workload
+from labkit.specs.engine_config import EngineConfig
+
+
+@pytest.fixture(scope="module")
+def small():
+    return load_workload("azure-2023-conv", limit=60)
+
+
+def test_every_request_and_token_of_the_trace_is_served(small):
+    record = simulate(load_model("Qwen/Qwen3-8B"), load_gpu("L40S"), small)
+    assert (record.origin, record.status, record.error) == ("simulated", "finished", "")
+    assert [row.request_id for row in record.requests] == list(range(60))
+    assert [row.output_tokens for row in record.requests] == [request.output_tokens for request in small.requests]
+    assert sum(step.num_tokens for step in record.steps) == small.input_tokens + small.output_tokens - 60
+    assert all(row.arrival_s < row.first_token_s <= row.finish_s <= record.duration_s for row in record.requests)
+    assert record.versions["step-time constants"] == "shipped"
+    assert "90" not in record.name
+    assert "nine in ten" in record.note
+
+
+def test_a_record_goes_through_the_store_and_gives_equal_bytes(small):
+    model, gpu = load_model("Qwen/Qwen3-8B"), load_gpu("H100 SXM")
+    first, second = (simulate(model, gpu, small, created="2026-01-01T00:00:00Z") for _ in range(2))
+    assert to_json(first) == to_json(second)
+    assert from_plain(RunRecord, to_plain(first)) == first
+
+
+def test_steps_follow_each_other_and_tokens_come_at_their_ends(small):
+    record = simulate(load_model("Qwen/Qwen3-8B"), load_gpu("A10"), small, options=VirtualOptions(arrival_scale=0))
+    ends = np.array([step.start_s + step.duration_s for step in record.steps])
+    starts = np.array([step.start_s for step in record.steps])
+    assert np.all(starts[1:] >= ends[:-1] - 1e-9)
+    times = {round(time_s, 9) for row in record.requests for time_s in row.token_times_s}
+    assert times <= {round(end, 9) for end in ends}
+
+
+def test_a_larger_pool_preempts_less_and_serves_faster():
+    traffic = synthetic_workload(60, input_lengths=900, output_lengths=600, seed=1)
+    model, gpu = load_model("Qwen/Qwen3-8B"), load_gpu("A10")
+    options = VirtualOptions(arrival_scale=0)
+    small, large = (
+        summarize(
+            simulate(
+                model, gpu, traffic, EngineConfig(num_gpu_blocks_override=blocks, max_model_len=4096), options=options
+            )
+        )
+        for blocks in (1000, 20000)
+    )
+    assert small.num_preemptions > 0 == large.num_preemptions
+    assert large.output_tokens_per_s > small.output_tokens_per_s
+
+
+def test_a_server_delays_the_first_token_and_nothing_else(small):
+    model, gpu = load_model("Qwen/Qwen3-8B"), load_gpu("H100 SXM")
+    alone, server = (
+        summarize(simulate(model, gpu, small, options=VirtualOptions(has_server=has_server)))
+        for has_server in (False, True)
+    )
+    assert 0.03 < server.ttft_s.p50 - alone.ttft_s.p50 < 0.08
+    assert server.inter_token_s.p50 == pytest.approx(alone.inter_token_s.p50, rel=0.05)
+
+
+def test_what_the_plan_refuses_is_a_failed_record_with_its_reason(small):
+    record = simulate(load_model("Qwen/Qwen2.5-32B-Instruct"), load_gpu("A10"), small)
+    assert record.status == "failed"
+    assert "does not fit" in record.error
+    assert not record.requests
+
+
+def test_a_machine_without_known_bandwidth_is_refused(small):
+    with pytest.raises(UnsupportedError):
+        simulate(load_model("Qwen/Qwen3-0.6B"), cpu_gpu(8.0), small)
+
+
+def test_cancel_keeps_what_was_served(small):
+    asked = iter([False, False, True, True])
+    record = simulate(load_model("Qwen/Qwen3-8B"), load_gpu("H100 SXM"), small, is_cancelled=lambda: next(asked, True))
+    assert record.status == "cancelled"
+    assert 0 < len([row for row in record.requests if row.finish_reason == "length"]) < 60
+
+
+def test_no_requests_and_requests_that_can_never_run():
+    model, gpu = load_model("Qwen/Qwen3-0.6B"), load_gpu("T4")
+    nothing = simulate(model, gpu, synthetic_workload(1, input_lengths=10, output_lengths=1).with_requests((), "none"))
+    assert (nothing.status, nothing.steps, nothing.requests) == ("finished", (), ())
+    long = synthetic_workload(2, input_lengths=5000, output_lengths=10)
+    record = simulate(model, gpu, long, EngineConfig(max_model_len=2048))
+    assert [row.finish_reason.startswith("refused") for row in record.requests] == [True, True]
+
+
+def test_prompts_share_what_the_trace_says_and_nothing_else():
+    shared = load_workload("mooncake-conversation", limit=30)
+    record = simulate(load_model("Qwen/Qwen3-8B"), load_gpu("H200"), shared)
+    assert sum(row.num_cached_tokens for row in record.requests) > 0
+    own = load_workload("azure-2023-conv", limit=250)
+    beginnings = [stand_in_prompt(own, index, 16)[:2] for index in range(250) if own.requests[index].input_tokens > 1]
+    assert len(set(beginnings)) == len(beginnings) > 200
