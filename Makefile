@@ -16,7 +16,7 @@ lab:
 test: chromium
 	@$(PYTHON) tools/bootstrap.py --tests
 	$(MAKE) lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --nbmake --nbmake-timeout=300 tests notebooks
+	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake --nbmake-timeout=300 tests notebooks
 
 lint:
 	$(BIN)/ruff check .
