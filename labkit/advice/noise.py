@@ -31,12 +31,12 @@ class Noise:
     sentence: str
 
 
-def noise_of(groups: Mapping[str, Sequence[float]], simulated: bool = False) -> Noise:
+def noise_of(groups: Mapping[str, Sequence[float]], simulated: bool = False, compared: Sequence[str] = ()) -> Noise:
     """The noise of `groups`: configuration → the same metric of each of its runs.
 
-    Twice the standard error of a difference of two means, `2 s sqrt(2 / n)`, n being the smallest group's size and s
-    the relative standard deviation pooled from all repeats and the assumed one: `s² = (2 s₀² + Σ (x/x̄ - 1)²) / (2 +
-    degrees of freedom)`. Without repeats this is the assumed share itself.
+    Twice the standard error of a difference of two means, `2 s sqrt(2 / n)`, n being the size of the smallest of the
+    `compared` groups (of all when empty) and s the relative standard deviation pooled from all repeats and the assumed
+    one: `s² = (2 s₀² + Σ (x/x̄ - 1)²) / (2 + degrees of freedom)`. Without repeats this is the assumed share itself.
     """
     assumed = SIMULATED_SHARE if simulated else ASSUMED_SHARE
     repeated = [values for values in groups.values() if len(values) > 1 and statistics.fmean(values) > 0]
@@ -46,7 +46,7 @@ def noise_of(groups: Mapping[str, Sequence[float]], simulated: bool = False) -> 
     squares = sum((value / statistics.fmean(group) - 1) ** 2 for group in repeated for value in group)
     freedom = sum(len(group) - 1 for group in repeated)
     variance = (ASSUMED_FREEDOM * (assumed / (2 * math.sqrt(2))) ** 2 + squares) / (ASSUMED_FREEDOM + freedom)
-    smallest = min(len(group) for group in groups.values())
+    smallest = min(len(groups[name]) for name in compared or groups)
     found = 2 * math.sqrt(variance * 2 / smallest)
     num_repeats = sum(map(len, repeated))
     return Noise(found, smallest, f"noise ±{100 * found:.1f} %, from {num_repeats} runs of equal settings")

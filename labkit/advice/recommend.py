@@ -119,6 +119,7 @@ def recommend(
     noise = noise_of(
         {key: [_throughput(record) for record in group] for key, group in groups.items()},
         simulated=all(record.origin == "simulated" for record in finished),
+        compared=(_key(baseline.config), max(groups, key=lambda key: _mean(groups[key]))),
     )
     best = _best(groups, baseline, noise)
     return _from_runs(best, baseline, groups, noise, len(records) - len(finished), vllm_version, what_if)

@@ -67,6 +67,13 @@ def test_noise_is_twice_the_standard_error_of_a_difference():
     assert noise_of(many).share == pytest.approx(2 * 0.01 * (2 / 400) ** 0.5, rel=0.02)
 
 
+def test_only_the_compared_groups_need_their_repeats():
+    groups = {"baseline": [100.0, 104.0], "best": [120.0, 124.0], "once": [90.0]}
+    whole, compared = noise_of(groups), noise_of(groups, compared=("baseline", "best"))
+    assert compared.share == pytest.approx(whole.share / 2**0.5)
+    assert (whole.repeats, compared.repeats) == (1, 2)
+
+
 def test_two_equal_runs_do_not_prove_that_there_is_no_noise():
     assert 0.03 < noise_of({"a": [100.0, 100.0], "b": [101.0]}).share < 0.05
 
