@@ -1,0 +1,236 @@
+"""`with counters() as c:`: counters of what runs inside, by the first method that works here.
+
+Methods in order: CUPTI's range profiler in this process, ncu over a command that replays the same launches, the
+simulation. The result names its method, and `notes` says in one line each why the better ones did not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from labkit.errors import LabkitError, UnsupportedError
+from labkit.measure.cupti import CountersUnavailable, RangeProfiler, check_permission
+from labkit.measure.ncu import NcuKernel, run_ncu
+from labkit.measure.run_record import Counters
+from labkit.text import plain
+
+READ_SECTORS = "lts__t_sectors_srcunit_tex_op_read.sum"
+READ_HITS = "lts__t_sectors_srcunit_tex_op_read_lookup_hit.sum"
+DRAM_READ, DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
+TIME = "gpu__time_duration.sum"
+OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
+TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
+# Reads and hits must come from one pass: from two they give rates above 1 (NVIDIA forum 120341).
+CORE_METRICS = (READ_SECTORS, READ_HITS, DRAM_READ, TIME)
+METRICS = (*CORE_METRICS, DRAM_WRITE, OCCUPANCY, TENSOR)
+SECTOR_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A command that launches the same kernels again, for ncu.
+
+    Attributes:
+        command: program and arguments.
+        kernel: ncu's filter of kernel names; None is every kernel.
+        launch: which of the profiled launches counts, -1 the last.
+    """
+
+    command: tuple[str, ...]
+    kernel: str | None = None
+    launch: int = -1
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What was counted.
+
+    Attributes:
+        counters: hit rate, DRAM bytes and time with their method; None where no method was left.
+        values: every metric by its NVIDIA name, times in seconds and shares of 1; empty when simulated.
+        notes: why each better method did not count, one line each, with the cure.
+    """
+
+    counters: Counters | None = None
+    values: Mapping[str, float] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    notes: tuple[str, ...] = ()
+
+
+def to_counters(values: Mapping[str, float], method: str, card: str) -> Counters:
+    """`Counters` from the four core metrics, in bytes and seconds.
+
+    Raises:
+        CountersUnavailable: a metric is missing or a sum is impossible.
+    """
+    missing = [name for name in CORE_METRICS if name not in values]
+    if missing:
+        raise CountersUnavailable(f"{method} gave no {missing[0]}", works="the next method")
+    reads, hits, dram_bytes, time_s = (values[name] for name in CORE_METRICS)
+    if not (0 <= hits <= reads * 1.001 and dram_bytes >= 0 and time_s > 0):
+        raise CountersUnavailable(
+            f"{method} counted {hits:,.0f} hits of {reads:,.0f} reads in {time_s:g} s, which cannot be",
+            works="50 µs of work on the card at least, with nothing beside it",
+        )
+    return Counters(method, card, min(1.0, hits / reads) if reads else 0.0, dram_bytes, dram_bytes / time_s, time_s)
+
+
+class CounterScope:
+    """Counts what runs in its `with` block, or one call; see `counters`."""
+
+    def __init__(
+        self, metrics: Sequence[str], *, card: str, device_index: int, simulated: Callable[[], Counters] | None,
+        replay: Replay | None, synchronize: Callable[[], object] | None, open_profiler: Callable[..., Any],
+        run_replay: Callable[..., tuple[NcuKernel, ...]],
+    ) -> None:  # fmt: skip
+        self.result = Counted()
+        self._metrics, self._card, self._device = tuple(metrics), card, device_index
+        self._simulated, self._replay = simulated, replay
+        self._synchronize = synchronize or _synchronize
+        self._open_profiler, self._run_replay = open_profiler, run_replay
+        self._profiler: Any = None
+        self._notes: list[str] = []
+
+    def __enter__(self) -> CounterScope:
+        try:
+            self._profiler = self._open(one_pass=True)
+            self._profiler.configure_once()
+            self._synchronize()
+            self._profiler.begin()
+        except LabkitError as error:
+            self._give_up("CUPTI", error)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        values: Mapping[str, float] | None = None
+        if self._profiler is not None:
+            try:
+                self._synchronize()
+                self._profiler.end()
+                if kind is None:
+                    values = self._profiler.read()
+            except LabkitError as error:
+                self._notes.append(f"CUPTI: {error}")
+            finally:
+                self._close()
+        if kind is None:
+            self._finish(values)
+
+    def count(self, call: Callable[[], object], before: Callable[[], object] = lambda: None) -> Counted:
+        """Counts `call`, which runs again for every pass; `before` runs outside the range each time."""
+        values: Mapping[str, float] | None = None
+        try:
+            self._profiler = self._open(one_pass=False)
+            values = self._profiler.run(call, self._synchronize, before)
+        except LabkitError as error:
+            self._give_up("CUPTI", error)
+        finally:
+            self._close()
+        self._finish(values)
+        return self.result
+
+    def _open(self, one_pass: bool) -> Any:
+        """A profiler of all metrics; of the core ones where all are not known or need more than the one pass."""
+        check_permission()
+        try:
+            profiler = self._open_profiler(self._metrics, self._device)
+        except CountersUnavailable as error:
+            if "INVALID_METRIC" not in str(error):
+                raise
+            self._notes.append(f"CUPTI: only the core metrics; {error}")
+            return self._open_profiler(self._core(), self._device)
+        if one_pass and profiler.num_passes > 1:
+            profiler.close()
+            self._notes.append(
+                f"CUPTI: only the core metrics; all {len(self._metrics)} need {profiler.num_passes} passes"
+            )
+            return self._open_profiler(self._core(), self._device)
+        return profiler
+
+    def _core(self) -> tuple[str, ...]:
+        return tuple(name for name in self._metrics if name in CORE_METRICS)
+
+    def _give_up(self, method: str, error: Exception) -> None:
+        self._notes.append(f"{method}: {error}")
+        self._close()
+
+    def _close(self) -> None:
+        if self._profiler is not None:
+            self._profiler.close()
+            self._profiler = None
+
+    def _finish(self, values: Mapping[str, float] | None) -> None:
+        """The result by the first method that has one."""
+        for method in (lambda: self._measured(values), self._replayed, self._model):
+            try:
+                found = method()
+            except LabkitError as error:
+                self._notes.append(plain(error, 400))
+                continue
+            if found is not None:
+                self.result = dataclasses.replace(found, notes=tuple(self._notes))
+                return
+        self.result = Counted(notes=tuple(self._notes))
+
+    def _measured(self, values: Mapping[str, float] | None) -> Counted | None:
+        if values is None:
+            return None
+        scaled = {name: value * _cupti_unit(name) for name, value in values.items()}
+        return Counted(to_counters(scaled, "measured (CUPTI range profiler)", self._card), MappingProxyType(scaled))
+
+    def _replayed(self) -> Counted | None:
+        if self._replay is None:
+            return None
+        kernels = self._run_replay(self._replay.command, self._metrics, kernel=self._replay.kernel)
+        if not kernels:
+            raise CountersUnavailable("ncu: no launch was profiled", works="a command that launches the kernel")
+        values = kernels[self._replay.launch].metrics
+        return Counted(to_counters(values, "measured (ncu on a replay)", self._card), values)
+
+    def _model(self) -> Counted | None:
+        return None if self._simulated is None else Counted(self._simulated())
+
+
+def counters(
+    metrics: Sequence[str] = METRICS,
+    *,
+    card: str = "",
+    device_index: int = 0,
+    simulated: Callable[[], Counters] | None = None,
+    replay: Replay | None = None,
+    synchronize: Callable[[], object] | None = None,
+    open_profiler: Callable[..., Any] = RangeProfiler,
+    run_replay: Callable[..., tuple[NcuKernel, ...]] = run_ncu,
+) -> CounterScope:
+    """Counts what runs in the `with` block once (or, with `.count(call)`, a call that may be repeated).
+
+    The block always runs, counted or not. Afterwards `.result` is a `Counted`.
+
+    Args:
+        metrics: NVIDIA's names; the core ones alone where a card cannot collect all in one pass.
+        card: its name, for the record.
+        simulated: gives simulated counters of the same work, the last method.
+        replay: a command for ncu, the second method.
+        synchronize: waits for the card; None takes torch's.
+        open_profiler, run_replay: the measuring methods, for tests.
+    """
+    return CounterScope(
+        metrics, card=card, device_index=device_index, simulated=simulated, replay=replay, synchronize=synchronize,
+        open_profiler=open_profiler, run_replay=run_replay,
+    )  # fmt: skip
+
+
+def _cupti_unit(name: str) -> float:
+    """CUPTI gives times in nanoseconds and shares in percent."""
+    return 1e-9 if name.startswith("gpu__time_duration") else 1e-2 if ".pct" in name else 1.0
+
+
+def _synchronize() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError("no NVIDIA card here has anything to count", works="the simulation, or a card")
+    torch.cuda.synchronize()

@@ -1,0 +1,132 @@
+"""The chain of methods: the first that works gives the numbers, and the ones before it say why they did not."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fake_cupti import FakeCupti
+
+from labkit.measure import counters as chain
+from labkit.measure.counters import CORE_METRICS, METRICS, Replay, counters, to_counters
+from labkit.measure.cupti import CountersUnavailable, RangeProfiler
+from labkit.measure.ncu import NcuKernel
+from labkit.measure.run_record import Counters
+
+VALUES = (1000.0, 750.0, 8000.0, 4000.0, 100.0, 25.0, 50.0)
+SIMULATED = Counters("simulated (test)", "H200", 0.5, 10.0, 5.0, 2.0)
+
+
+@pytest.fixture(autouse=True)
+def _allowed(monkeypatch):
+    monkeypatch.setattr(chain, "check_permission", lambda: None)
+
+
+def opener(fake):
+    return lambda metrics, device: RangeProfiler(metrics, device, context=5, cupti=fake)
+
+
+def scope(fake, **rest):
+    return counters(card="H200", synchronize=lambda: None, open_profiler=opener(fake), **rest)
+
+
+def test_measured_in_process():
+    ran = []
+    with scope(FakeCupti(VALUES), simulated=lambda: SIMULATED) as counting:
+        ran.append(1)
+    found = counting.result.counters
+    assert ran == [1]
+    assert (found.l2_hit_rate, found.dram_bytes, found.kernel_time_s) == (0.75, 8000.0, pytest.approx(4e-6))
+    assert found.dram_bytes_per_s == pytest.approx(2e9)
+    assert found.method == "measured (CUPTI range profiler)"
+    assert found.card == "H200"
+    assert counting.result.notes == ()
+    assert counting.result.values[chain.OCCUPANCY] == 0.25
+
+
+def test_more_than_one_pass_leaves_the_core_metrics():
+    class TwoThenOne(FakeCupti):
+        def _cuptiProfilerHostGetNumOfPasses(self, params):
+            params.numOfPasses = 2 if self.calls.count("cuptiProfilerHostGetNumOfPasses") == 1 else 1
+
+    with scope(TwoThenOne(VALUES)) as counting:
+        pass
+    assert set(counting.result.values) == set(CORE_METRICS)
+    assert "2 passes" in counting.result.notes[0]
+
+
+def test_unknown_metric_leaves_the_core_metrics():
+    class FirstFails(FakeCupti):
+        def _answer(self, name, params):
+            unknown = name == "cuptiProfilerHostConfigAddMetrics" and params.numMetrics == len(METRICS)
+            return 17 if unknown else super()._answer(name, params)
+
+    result = scope(FirstFails(VALUES)).count(lambda: None)
+    assert set(result.values) == set(CORE_METRICS)
+    assert result.counters.l2_hit_rate == 0.75
+
+
+def replayed(values):
+    def run(command, metrics, kernel=None):
+        assert command == ("python", "replay.py")
+        assert kernel == "k"
+        return (NcuKernel(0, "k", {}), NcuKernel(1, "k", values))
+
+    return run
+
+
+def test_ncu_comes_second_and_the_model_third():
+    denied = FakeCupti(fail={"cuptiRangeProfilerEnable": 35})
+    replay = Replay(("python", "replay.py"), "k")
+    values = dict(zip(CORE_METRICS, (10.0, 5.0, 100.0, 2.0), strict=True))
+    with scope(denied, replay=replay, run_replay=replayed(values), simulated=lambda: SIMULATED) as counting:
+        pass
+    assert counting.result.counters.method == "measured (ncu on a replay)"
+    assert counting.result.counters.dram_bytes_per_s == 50.0
+    assert "NVreg_RestrictProfilingToAdminUsers" in counting.result.notes[0]
+    with scope(denied, replay=replay, run_replay=replayed({}), simulated=lambda: SIMULATED) as counting:
+        pass
+    assert counting.result.counters == SIMULATED
+    assert len(counting.result.notes) == 2
+    assert all("\n" not in note for note in counting.result.notes)
+
+
+def test_no_method_left_is_no_number():
+    with scope(FakeCupti(fail={"cuptiProfilerInitialize": 39})) as counting:
+        pass
+    assert counting.result.counters is None
+    assert "one at a time" in counting.result.notes[0]
+
+
+def test_a_failing_block_ends_the_range_and_its_error_is_seen():
+    fake = FakeCupti(VALUES)
+    with pytest.raises(ZeroDivisionError), scope(fake) as counting:
+        _ = 1 / 0
+    assert "cuptiRangeProfilerStop" in fake.calls
+    assert fake.calls[-1] == "cuptiProfilerDeInitialize"
+    assert counting.result.counters is None
+
+
+def test_without_a_card_it_is_simulated():
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a card")
+    with counters(card="L4", simulated=lambda: SIMULATED) as counting:
+        pass
+    assert counting.result.counters == SIMULATED
+    assert counting.result.notes
+
+
+@pytest.mark.parametrize(
+    "values", [(10.0, 11.0, 1.0, 1.0), (10.0, -1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 0.0), (1.0, 1.0, -1.0, 1.0)]
+)
+def test_impossible_counts_are_refused(values):
+    with pytest.raises(CountersUnavailable, match="cannot be"):
+        to_counters(dict(zip(CORE_METRICS, values, strict=True)), "measured", "x")
+    with pytest.raises(CountersUnavailable, match="gave no"):
+        to_counters({}, "measured", "x")
+
+
+def test_nothing_read_is_no_hit():
+    assert to_counters(dict(zip(CORE_METRICS, (0.0, 0.0, 0.0, 1.0), strict=True)), "m", "x").l2_hit_rate == 0

@@ -1,0 +1,139 @@
+"""The structures have the layout that a compiled program printed; the call sequence, errors and cures on a fake."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fake_cupti import FakeCupti
+
+from labkit.measure import cupti, cupti_structs
+from labkit.measure.cupti import CURES, CountersUnavailable, RangeProfiler
+
+SIZES = json.loads((Path(__file__).parent / "data" / "cupti_sizes.json").read_text())
+
+
+@pytest.mark.parametrize("params", cupti_structs.ALL_PARAMS, ids=lambda params: params.function)
+def test_layout_is_that_of_the_headers(params):
+    recorded = SIZES[params.function]
+    layout = {name: [getattr(params, name).offset, getattr(params, name).size] for name, _ in params._fields_}
+    assert layout == recorded["offsets"]
+    assert params.declared_size() == recorded["declared"]
+    assert params().structSize == recorded["declared"]
+
+
+def test_enums_are_those_of_the_headers():
+    assert SIZES["enums"] == {
+        "CUPTI_UserRange": cupti_structs.USER_RANGE,
+        "CUPTI_UserReplay": cupti_structs.USER_REPLAY,
+        "CUPTI_PROFILER_TYPE_RANGE_PROFILER": cupti_structs.RANGE_PROFILER_TYPE,
+        "CUPTI_PROFILER_CONFIGURATION_SUPPORTED": cupti.SUPPORTED,
+    }
+
+
+def profiler(fake, metrics=("a.sum", "b.sum")):
+    return RangeProfiler(metrics, context=5, cupti=fake)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_call_runs_once_for_each_pass(passes):
+    fake, log = FakeCupti((7.0, 8.5), passes), []
+    with profiler(fake) as open_profiler:
+        values = open_profiler.run(lambda: log.append("call"), lambda: None, lambda: log.append("before"))
+    assert values == {"a.sum": 7.0, "b.sum": 8.5}
+    assert log == ["before", "call"] * passes
+    one = [
+        "cuptiRangeProfilerStart",
+        "cuptiRangeProfilerPushRange",
+        "cuptiRangeProfilerPopRange",
+        "cuptiRangeProfilerStop",
+    ]
+    assert [name for name in fake.calls if name in one] == one * passes
+    assert fake.calls[-3:] == [
+        "cuptiRangeProfilerDisable",
+        "cuptiProfilerHostDeinitialize",
+        "cuptiProfilerDeInitialize",
+    ]
+
+
+def test_code_that_runs_once_needs_one_pass():
+    with profiler(FakeCupti(passes=2)) as open_profiler, pytest.raises(CountersUnavailable, match="2 passes"):
+        open_profiler.configure_once()
+
+
+def test_the_range_ends_when_the_call_fails():
+    fake = FakeCupti((1.0, 1.0))
+    with profiler(fake) as open_profiler, pytest.raises(ZeroDivisionError):
+        open_profiler.run(lambda: 1 / 0, lambda: None)
+    assert "cuptiRangeProfilerStop" in fake.calls
+    assert fake.calls[-1] == "cuptiProfilerDeInitialize"
+
+
+OPENING = [
+    "cuptiProfilerInitialize", "cuptiProfilerDeviceSupported", "cuptiDeviceGetChipName",
+    "cuptiProfilerGetCounterAvailability", "cuptiProfilerHostInitialize", "cuptiProfilerHostConfigAddMetrics",
+    "cuptiProfilerHostGetConfigImageSize", "cuptiProfilerHostGetConfigImage", "cuptiProfilerHostGetNumOfPasses",
+    "cuptiRangeProfilerEnable", "cuptiRangeProfilerGetCounterDataSize",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", OPENING)
+def test_whatever_fails_is_named_and_everything_is_closed(function):
+    fake = FakeCupti(fail={function: 999})
+    with pytest.raises(CountersUnavailable, match=function):
+        profiler(fake)
+    opened = fake.calls.count("cuptiRangeProfilerEnable") and function != "cuptiRangeProfilerEnable"
+    assert fake.calls.count("cuptiRangeProfilerDisable") == (
+        1 if opened and fake.calls.index("cuptiRangeProfilerEnable") < len(fake.calls) - 1 else 0
+    )
+    if function != "cuptiProfilerInitialize":
+        assert fake.calls[-1] == "cuptiProfilerDeInitialize"
+
+
+@pytest.mark.parametrize("code", sorted(CURES))
+def test_known_errors_come_with_their_cure(code):
+    with pytest.raises(CountersUnavailable) as caught:
+        profiler(FakeCupti(fail={"cuptiRangeProfilerEnable": code}))
+    assert caught.value.works == CURES[code]
+    assert "\n" not in str(caught.value)
+
+
+def test_a_card_without_counters_says_why():
+    with pytest.raises(CountersUnavailable, match="virtual"):
+        profiler(FakeCupti(supported=1))
+
+
+def test_permission(tmp_path):
+    params = tmp_path / "params"
+    params.write_text("EnableMSI: 1\nRmProfilingAdminOnly: 1\n")
+    with pytest.raises(CountersUnavailable, match="NVreg_RestrictProfilingToAdminUsers"):
+        _check_without_capabilities(params, 1000)
+    cupti.check_permission(str(params), uid=0)
+    params.write_text("RmProfilingAdminOnly: 0\n")
+    cupti.check_permission(str(params), uid=1000)
+    cupti.check_permission(str(tmp_path / "none"), uid=1000)
+
+
+def _check_without_capabilities(params, uid):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cupti, "_has_sys_admin", lambda: False)
+        cupti.check_permission(str(params), uid=uid)
+
+
+@pytest.mark.parametrize(
+    ("mask", "answer"), [("0000000000200000", True), ("0000004000000000", True), ("0", False), ("x", False)]
+)
+def test_capabilities(tmp_path, mask, answer):
+    status = tmp_path / "status"
+    status.write_text(f"Name:\tpython\nCapEff:\t{mask}\n")
+    assert cupti._has_sys_admin(str(status)) is answer
+
+
+def test_no_driver_is_one_line():
+    try:
+        cupti.current_context()
+    except CountersUnavailable as error:
+        assert "\n" not in str(error)
+        assert error.works
