@@ -277,7 +277,7 @@ class RangeProfiler:
 
     def close(self) -> None:
         """Let go of the card's counters; more than once is fine."""
-        closing = []
+        closing: list[Any] = []
         if self._range:
             closing.append(c.RangeDisable(pRangeProfilerObject=self._range))
         if self._host:

@@ -98,7 +98,7 @@ def _refusal(text: str) -> CountersUnavailable | FileFormatError:
         return CountersUnavailable("ncu may not read the counters", works=CURES[35])
     if "No kernels were profiled" in text:
         return CountersUnavailable("ncu saw no kernel of that name", works="a command that launches the kernel")
-    if "another profiler" in text or "resource unavailable" in text.casefold():
+    if "another profiler" in text or "driver resource was unavailable" in text:
         return CountersUnavailable("another profiler holds the counters", works=CURES[39])
     errors = [line for line in text.splitlines() if line.startswith("==ERROR==")]
     if errors:

@@ -1,5 +1,6 @@
 """The reader of ncu's CSV: recorded forms of its output, and everything that is not one."""
 
+import contextlib
 import stat
 
 import pytest
@@ -86,10 +87,8 @@ def test_broken_tables_are_refused(lines):
 
 @given(st.integers(0, len(RECORDED)), st.text(max_size=5))
 def test_any_damage_is_a_labkit_error_or_a_table(at, text):
-    try:
-        parse_ncu_csv(RECORDED[:at] + text + RECORDED[at + 1 :])
-    except LabkitError as error:
-        assert str(error)
+    with contextlib.suppress(LabkitError):
+        assert all(kernel.launch >= 0 for kernel in parse_ncu_csv(RECORDED[:at] + text + RECORDED[at + 1 :]))
 
 
 def fake_ncu(tmp_path, script):
@@ -111,7 +110,7 @@ def test_the_command_is_run_under_ncu(tmp_path):
 
 def test_refusal_on_stderr_too_slow_and_missing(tmp_path):
     refusing = fake_ncu(tmp_path, 'echo "==ERROR== ERR_NVGPUCTRPERM" >&2; exit 1')
-    with pytest.raises(LabkitError, match="administrator|root"):
+    with pytest.raises(LabkitError, match="root"):
         run_ncu(["x"], ["a"], ncu=refusing)
     slow = fake_ncu(tmp_path, "exec sleep 30")
     with pytest.raises(LabkitError, match="longer"):
