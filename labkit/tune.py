@@ -12,6 +12,7 @@ from typing import Any
 
 from labkit.advice.advise import advise
 from labkit.advice.recommend import Recommendation, recommend
+from labkit.doctor import examine
 from labkit.errors import DoesNotFitError, LabkitError, OutOfRangeError, StoreError, WorkerError
 from labkit.experiments.run import Speed
 from labkit.experiments.runner import Runner
@@ -120,7 +121,10 @@ def tune(
         tuner.run_all()
         plans, records = tuner.plans or [session.plan()], session.records()
         recommendation = recommend(plans, records, vllm_version=engine_version)
-        path = write_report(out, records, plans, recommendation, created=created, vllm_version=engine_version)
+        machine = examine(test=False)
+        path = write_report(
+            out, records, plans, recommendation, created=created, machine=machine, vllm_version=engine_version
+        )
     return TuneResult(path, recommendation, tuple(record.run_id for record in records))
 
 

@@ -19,6 +19,8 @@ import markupsafe
 from labkit import format as fmt
 from labkit.advice import Recommendation, binding_limit, export_plan, headline, recommend
 from labkit.advice.recommend import settings_words
+from labkit.doctor.check import COLUMNS as MACHINE_COLUMNS
+from labkit.doctor.check import Examination
 from labkit.experiments.serialise import record_to_plain, to_plain
 from labkit.files import write_atomic
 from labkit.measure.run_record import RunRecord
@@ -48,6 +50,7 @@ def build_report(
     created: str,
     title: str = "",
     notices: Sequence[Notice] = (),
+    machine: Examination | None = None,
     vllm_version: str = "0.33.0",
 ) -> str:
     """The report as one HTML page; equal arguments give equal bytes.
@@ -59,6 +62,7 @@ def build_report(
         created: when it was made, shown and embedded as given; the clock is never asked.
         title: by default model and card.
         notices: shown above the answer, such as runs of a newer schema that could not be read.
+        machine: what `labkit.doctor.examine` found on the machine that ran; its own part of the method.
         vllm_version: of the exported commands, where `recommendation` is not given.
     """
     if recommendation is None and (records or plans):
@@ -93,6 +97,8 @@ def build_report(
         versions=sorted(evidence.best.versions.items()) if evidence.best else [],
         reproduce=_reproduce(evidence.best, plan),
         seeds=_seeds(records),
+        machine=machine,
+        machine_columns=MACHINE_COLUMNS,
         data=script_json(_data(records, plans, created)),
         fmt=fmt,
         binding_limit=binding_limit,

@@ -14,6 +14,7 @@ import pytest
 from samples import sample_plan, sample_record
 
 from labkit.advice import recommend
+from labkit.doctor.check import Check, Examination
 from labkit.errors import FileFormatError
 from labkit.experiments.serialise import dumps, record_from_plain
 from labkit.report import Notice, build_report, report_file_name, write_report
@@ -255,3 +256,19 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path):
 def test_the_file_name_says_what_it_is_about():
     assert report_file_name("HF/Smol LM2", "cpu", CREATED) == "labkit-report-HF-Smol-LM2-cpu-2026-11-30.html"
     assert report_file_name("../../etc", "", "") == "labkit-report-etc.html"
+
+
+def test_the_machine_has_its_own_part_with_the_worst_first():
+    found = Examination(
+        "this machine",
+        (
+            Check("python", "ok", "3.11"),
+            Check("shm", "problem", "64 MiB <b>", "the container's default", "docker run --ipc=host"),
+        ),
+    )
+    page = build_report(created="2026-01-01T00:00:00Z", machine=found)
+    part = page[page.index('id="machine"') : page.index('id="data"')]
+    assert "1 problem" in part
+    assert part.index("docker run --ipc=host") < part.index("3.11")
+    assert "64 MiB &lt;b&gt;" in part
+    assert 'id="machine"' not in build_report(created="2026-01-01T00:00:00Z")
