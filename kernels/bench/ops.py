@@ -28,6 +28,7 @@ from labkit_kernels.rope_write import Rotary
 from labkit_kernels.sampling import greedy, sample
 from labkit_kernels.testing_ops import awq_weight, sampling_tensors
 from ops_summary import summarise
+from summary import by_name
 from timing import copy_ceiling, make_flush, read_ceiling, time_us
 
 BF16 = torch.bfloat16
@@ -210,15 +211,15 @@ def main() -> None:
             "command": "python kernels/bench/ops.py --out results/kernels-ops.json",
             "card": torch.cuda.get_device_name(),
             "versions": versions,
-            "summary": summarise(rows),
+            "summary": by_name(summarise(rows)),
             "rows": rows,
         }  # fmt: skip
         out.write_text(json.dumps(record, indent=1), encoding="utf-8")
         print(f"{len(rows)} rows at {time.time() - started:.0f} s", flush=True)
     for line in rows:
         print({key: round(value, 2) if isinstance(value, float) else value for key, value in line.items()})
-    for line in record["summary"]:
-        print(line)
+    for name, entry in record["summary"].items():
+        print(name, entry)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from labkit_kernels.paged_decode import make_workspace, paged_decode
 from labkit_kernels.scores import Scores
 from labkit_kernels.teaching import VARIANTS, variant_workspace
 from shapes import DECODE, PREFILL, Inputs, Pool, Shape, make_inputs, with_heads
-from summary import summarise
+from summary import by_name, summarise
 from sweep import KV, POOL_ELEMENTS, decode_call, prefill_call
 from timing import copy_ceiling, make_flush, read_ceiling, time_us
 
@@ -188,12 +188,12 @@ def main() -> None:
         },
         "method": "CUDA-graph replays, 256 MB written before each to flush the L2, medians of 11 to 30",
         "peers_missing": bench.missing,
-        "summary": summarise(bench.rows),
+        "summary": by_name(summarise(bench.rows)),
         "rows": bench.rows,
     }  # fmt: skip
     Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for entry in result["summary"]:
-        print(json.dumps(entry))
+    for name, entry in result["summary"].items():
+        print(name, json.dumps(entry))
     print(f"missing: {bench.missing}; {time.time() - started:.0f} s")
 
 

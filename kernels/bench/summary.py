@@ -123,3 +123,8 @@ def summarise(rows: list[dict]) -> list[dict]:
         _entry("KV write of 4096 tokens or more, against a copy of as many bytes", copy_value, 0.8, 0.9, copy_note),
         _entry("shared prefix against our plain decode", min(shared, default=None), 4.0, 8.0),
     ]
+
+
+def by_name(entries: list[dict]) -> dict[str, dict]:
+    """Entries as results files keep them: what was measured → its value and bars."""
+    return {entry["what"]: {key: value for key, value in entry.items() if key != "what"} for entry in entries}
