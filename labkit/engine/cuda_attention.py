@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from labkit_kernels.decode_plan import DecodeWorkspace
+from labkit_kernels.heuristics import prefill_config
 from labkit_kernels.kv_write import KVTarget, write_kv
+from labkit_kernels.ops import cache_kind, capability
 from labkit_kernels.paged_decode import paged_decode
-from labkit_kernels.paged_prefill import paged_prefill
+from labkit_kernels.paged_prefill import choose_splits, paged_prefill
 from labkit_kernels.rope_write import Rotary, rope_and_write
 from labkit_kernels.scores import Scores
 
@@ -117,11 +119,20 @@ class CudaAttention:
                 workspace=self._of_layer[layer_index], out=out[:count],
             )  # fmt: skip
         if rows.query_starts is not None:
+            tables, group = rows.block_tables[count:], q.shape[1] // cached.k.shape[2]
+            kind = cache_kind(cached.k)
+            config = prefill_config(capability(q.device), kind, q.shape[2], rows.max_query_len * group)
             paged_prefill(
-                q[count:], cached.k, cached.v, rows.block_tables[count:], rows.seq_lens[count:], rows.query_starts,
-                scores, max_query_len=rows.max_query_len, out=out[count:],
+                q[count:], cached.k, cached.v, tables, rows.seq_lens[count:], rows.query_starts, scores,
+                max_query_len=rows.max_query_len, out=out[count:], config=config,
+                num_splits=_power_of_two(choose_splits(q[count:], cached.k, tables, config)),
             )  # fmt: skip
         return out
+
+
+def _power_of_two(splits: int) -> int:
+    """The largest power of two up to `splits`: each number of splits is a kernel of its own to compile."""
+    return 1 << (splits.bit_length() - 1)
 
 
 def _window(layer: LayerSpec) -> int | None:

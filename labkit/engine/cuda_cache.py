@@ -68,11 +68,21 @@ class CacheFormat:
         parts = [rows * head_dim * self.storage.itemsize] * 2
         return parts + [rows * 4] * 2 if self.has_token_scales else parts
 
-    def allocate(self, num_blocks: int, device: torch.device, *, pinned: bool = False) -> _Pool:
-        """All layers' views over one new allocation, which holds whatever was there before."""
+    def pool_bytes(self, num_blocks: int) -> int:
+        """Bytes of an allocation for `num_blocks` blocks."""
+        return sum(self._steps(num_blocks))
+
+    def blocks_in(self, num_bytes: int) -> int:
+        """Blocks that fit in an allocation of `num_bytes`, each part at an aligned start."""
+        return max(0, num_bytes - _ALIGNMENT_BYTES * len(self._steps(0))) // self.block_bytes
+
+    def _steps(self, num_blocks: int) -> list[int]:
         sizes = [size * num_blocks for heads in self.heads for size in self._part_bytes(*heads)]
-        steps = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
-        flat = torch.empty(sum(steps), dtype=torch.uint8, device=device, pin_memory=pinned)
+        return [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
+
+    def carve(self, flat: torch.Tensor, num_blocks: int) -> _Pool:
+        """All layers' views over one allocation, which holds whatever was there before."""
+        steps = self._steps(num_blocks)
         starts = iter([sum(steps[:index]) for index in range(len(steps))])
         return _Pool(flat, tuple(self._views(flat, starts, num_blocks, *heads) for heads in self.heads))
 
@@ -131,15 +141,16 @@ class CudaKVCache:
     Args:
         form: from `cache_format`.
         num_blocks, num_swap_blocks: blocks on the device and in host memory.
-        device: of the pool; the host pool is pinned where it is a card.
+        memory: bytes on the device, `form.pool_bytes(num_blocks)` or more; the host pool is pinned for a card.
     """
 
-    def __init__(self, form: CacheFormat, num_blocks: int, num_swap_blocks: int, device: torch.device) -> None:
+    def __init__(self, form: CacheFormat, num_blocks: int, num_swap_blocks: int, memory: torch.Tensor) -> None:
         self.form = form
         self.num_blocks = num_blocks
-        self._pool = form.allocate(num_blocks, device)
-        pinned = device.type == "cuda" and num_swap_blocks > 0
-        self._host = form.allocate(num_swap_blocks, torch.device("cpu"), pinned=pinned)
+        self._pool = form.carve(memory, num_blocks)
+        pinned = memory.is_cuda and num_swap_blocks > 0
+        host = torch.empty(form.pool_bytes(num_swap_blocks), dtype=torch.uint8, pin_memory=pinned)
+        self._host = form.carve(host, num_swap_blocks)
 
     @property
     def layers(self) -> tuple[LayerCache, ...]:
@@ -149,12 +160,12 @@ class CudaKVCache:
     @property
     def pool_bytes(self) -> int:
         """Bytes of the device pool."""
-        return self._pool.flat.nbytes
+        return self.form.pool_bytes(self.num_blocks)
 
     @property
-    def address(self) -> int:
-        """Where the device pool lies; captured graphs hold on to it."""
-        return self._pool.flat.data_ptr()
+    def memory(self) -> torch.Tensor:
+        """What the device pool lies in, for the next pool to lie in too."""
+        return self._pool.flat
 
     def swap(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> None:
         """Copy blocks to the host pool, then host blocks back, in stream order; pairs are (block, host block)."""

@@ -20,8 +20,8 @@ from labkit.engine.cuda_cache import CacheFormat, CudaKVCache, cache_format
 from labkit.engine.cuda_forward import Forward, make_forward
 from labkit.engine.cuda_graphs import DecodeGraphs, capture_sizes
 from labkit.engine.cuda_inputs import HostStep, SlotTables, Staging, StepTensors, arrange, padding_step
-from labkit.engine.cuda_memory import StepCosts, give_back, look_at, num_blocks_of, with_blocks
-from labkit.engine.cuda_profile import largest_step
+from labkit.engine.cuda_memory import StepCosts, give_back, look_at, pool_of, with_blocks
+from labkit.engine.cuda_profile import PROMPT_SIZES, prompt_step
 from labkit.engine.sampler import penalize
 from labkit.engine.sequence import Sequence
 from labkit.errors import LabkitError
@@ -111,7 +111,7 @@ class CudaExecutor:
             self._measured.outside_bytes = look_at(self._device).other_bytes
         self._asked = plan
         self.plan = plan
-        self._allocate(plan)
+        self._allocate(plan, [])
 
     def reconfigure(self, plan: MemoryPlan) -> None:
         """See `Executor.reconfigure`; memory is touched only when a knob of memory changed."""
@@ -122,9 +122,9 @@ class CudaExecutor:
                 plan, self._allocated.cache.form, self._allocated.cache.num_blocks, self.plan.num_swap_blocks
             )
             return
-        self._drop()
+        spare = self._drop()
         self._asked = plan
-        self._allocate(plan)
+        self._allocate(plan, spare)
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """See `Executor.execute`."""
@@ -181,13 +181,16 @@ class CudaExecutor:
         """See `Executor.close`."""
         self._drop()
         gc.collect()
-
-    def _drop(self) -> None:
-        """Give the memory of the last plan back; without its graphs it is in no cycle, so it goes at once."""
-        if self._allocated is not None:
-            self._allocated.graphs = None
-        self._allocated = None
         give_back(self._device)
+
+    def _drop(self) -> list[torch.Tensor]:
+        """Give up the last plan's memory, all but what its pool lay in; without graphs it is in no cycle."""
+        if self._allocated is None:
+            return []
+        self._allocated.graphs = None
+        spare = [self._allocated.cache.memory]
+        self._allocated = None
+        return spare
 
     @property
     def _weights_bytes(self) -> int:
@@ -206,32 +209,45 @@ class CudaExecutor:
         return self._measured.library_bytes + max(0, grown)
 
     @torch.inference_mode()
-    def _allocate(self, plan: MemoryPlan) -> None:
+    def _allocate(self, plan: MemoryPlan, spare: list[torch.Tensor]) -> None:
+        """`spare` holds the last pool's memory until it is known whether the new one takes the same."""
         config, decoder = plan.config, self._decoder
         decoder.reserve_positions(int(config.max_model_len or 0))
         form = cache_format(plan.model, config.block_size, config.kv_cache_dtype, decoder.dtype, decoder.tp_size)
-        self.plan = with_blocks(plan, form, plan.num_gpu_blocks, plan.num_swap_blocks)
+        self.plan, pool_bytes = with_blocks(plan, form, plan.num_gpu_blocks, plan.num_swap_blocks), None
         if self._on_card:
+            if self._shape_key(plan) not in self._measured.costs:
+                spare.clear()
+            give_back(self._device)
             costs = self._costs(plan, form)
-            num_blocks = num_blocks_of(
+            num_blocks, pool_bytes = pool_of(
                 plan, form, look_at(self._device), costs,
                 weights=self._weights_bytes, workspace=self._workspace_bytes(),
             )  # fmt: skip
             self.plan = with_blocks(plan, form, num_blocks, _swap_blocks(plan, form))
-        memory = self._build(self.plan)
+        memory = self._build(self.plan, self._pool_memory(form, pool_bytes, spare))
         if self._on_card and self._captures(plan):
             self._capture(memory, plan)
         self._allocated = memory
 
-    def _build(self, plan: MemoryPlan) -> _Allocated:
+    def _pool_memory(self, form: CacheFormat, pool_bytes: int | None, spare: list[torch.Tensor]) -> torch.Tensor:
+        """The last pool's memory when it has the right size; else it goes before the new one comes."""
+        wanted = form.pool_bytes(self.plan.num_gpu_blocks) if pool_bytes is None else pool_bytes
+        if spare and spare[0].nbytes == wanted:
+            return spare.pop()
+        if spare:
+            spare.clear()
+            give_back(self._device)
+        return torch.empty(wanted, dtype=torch.uint8, device=self._device)
+
+    def _build(self, plan: MemoryPlan, pool: torch.Tensor) -> _Allocated:
         config, decoder, device = plan.config, self._decoder, self._device
         max_num_seqs, max_model_len = int(config.max_num_seqs or 1), int(config.max_model_len or 1)
         form = cache_format(plan.model, config.block_size, config.kv_cache_dtype, decoder.dtype, decoder.tp_size)
-        cache = CudaKVCache(form, plan.num_gpu_blocks, plan.num_swap_blocks, device)
+        cache = CudaKVCache(form, plan.num_gpu_blocks, plan.num_swap_blocks, pool)
         attention = CudaAttention(
             plan.model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, tp_size=decoder.tp_size
         )
-        results = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=self._on_card) for _ in range(2)]
         return _Allocated(
             cache=cache,
             tables=SlotTables(max_num_seqs, -(-max_model_len // config.block_size), device),
@@ -239,7 +255,7 @@ class CudaExecutor:
             attention=attention,
             forward=make_forward(decoder, attention),
             last_tokens=torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device),
-            results=results,
+            results=[torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=self._on_card) for _ in range(2)],
         )
 
     def _captures(self, plan: MemoryPlan) -> bool:
@@ -257,23 +273,26 @@ class CudaExecutor:
         """What a step takes beside the pool, measured over a pool of one block, once for each shape of step."""
         key = self._shape_key(plan)
         if key not in self._measured.costs:
-            trial = self._build(with_blocks(plan, form, 1, 0))
+            pool = torch.empty(form.pool_bytes(1), dtype=torch.uint8, device=self._device)
+            trial = self._build(with_blocks(plan, form, 1, 0), pool)
             peak = self._peak(trial, plan)
+            for num_tokens in PROMPT_SIZES:
+                self._compute(trial, trial.staging.send(prompt_step(plan, trial.tables, num_tokens)))
             graphs = self._graphs_estimate(trial, plan) if self._captures(plan) else 0
             self._measured.costs[key] = StepCosts(peak, graphs, trial.tables_bytes)
-            del trial
+            del trial, pool
             give_back(self._device)
         return self._measured.costs[key]
 
     def _peak(self, trial: _Allocated, plan: MemoryPlan) -> int:
         """Most bytes that the largest step has at one moment; what its first run leaves behind is the libraries'."""
         before = look_at(self._device).allocated_bytes
-        self._compute(trial, trial.staging.send(largest_step(plan, trial.tables)))
+        self._compute(trial, trial.staging.send(prompt_step(plan, trial.tables)))
         torch.cuda.synchronize(self._device)
         kept = look_at(self._device).allocated_bytes
         self._measured.library_bytes += max(0, kept - before)
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._compute(trial, trial.staging.send(largest_step(plan, trial.tables)))
+        self._compute(trial, trial.staging.send(prompt_step(plan, trial.tables)))
         return torch.cuda.max_memory_allocated(self._device) - kept
 
     def _graphs_estimate(self, trial: _Allocated, plan: MemoryPlan) -> int:

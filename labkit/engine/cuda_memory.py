@@ -10,8 +10,11 @@ import torch
 
 from labkit.engine.cuda_cache import CacheFormat
 from labkit.errors import DoesNotFitError
-from labkit.format import memory
+from labkit.format import GIB, memory
 from labkit.memory.records import MemoryPlan
+
+# Taking 100 GiB from the driver and giving it back costs most of a second.
+ROUND_BYTES, ROUND_FROM_BYTES = 64 * 2**20, 4 * GIB
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,15 @@ class StepCosts:
     tables_bytes: int = 0
 
 
-def num_blocks_of(
+def pool_of(
     plan: MemoryPlan, form: CacheFormat, card: CardMemory, costs: StepCosts, *, weights: int, workspace: int
-) -> int:
-    """KV blocks that fit: utilization of the card's total, less weights, tables, peak, graphs and workspace.
+) -> tuple[int, int]:
+    """KV blocks that fit, and the bytes to hold them in.
+
+    Those are utilization of the card's total, less weights, tables, peak, graphs and workspace.
 
     As in vLLM the share is of the card's total and what other processes hold is not charged; but that much must be
-    free.
+    free. Large pools are whole multiples of `ROUND_BYTES`, so that a change of format finds memory of the right size.
 
     Raises:
         DoesNotFitError: the card does not have the budget free, or no block fits.
@@ -85,7 +90,11 @@ def num_blocks_of(
             works=f"gpu_memory_utilization = {works:.2f}",
             knob="gpu_memory_utilization",
         )
-    blocks = config.num_gpu_blocks_override or max(0, available) // form.block_bytes
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override, form.pool_bytes(config.num_gpu_blocks_override)
+    if available > ROUND_FROM_BYTES:
+        available = available // ROUND_BYTES * ROUND_BYTES
+    blocks = form.blocks_in(available)
     if blocks < 1:
         raise DoesNotFitError(
             "no KV block is left beside weights, activations and graphs",
@@ -93,7 +102,7 @@ def num_blocks_of(
             available=memory(budget),
             knob="gpu_memory_utilization",
         )
-    return blocks
+    return blocks, available
 
 
 def with_blocks(plan: MemoryPlan, form: CacheFormat, num_blocks: int, num_swap_blocks: int) -> MemoryPlan:

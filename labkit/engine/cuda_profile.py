@@ -1,4 +1,4 @@
-"""The largest step that a plan allows, for measuring what it takes."""
+"""Steps of prompts alone: the largest that a plan allows, for measuring what it takes, and smaller ones to warm up."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ import numpy as np
 from labkit.engine.cuda_inputs import HostStep, SlotTables
 from labkit.memory.records import MemoryPlan
 
+# Prompts of these lengths launch every variant of the kernels that depends on the number of rows, so that none is
+# compiled while requests wait.
+PROMPT_SIZES = (2, 16, 64, 128, 256, 512, 1024, 2048)
 
-def largest_step(plan: MemoryPlan, tables: SlotTables) -> HostStep:
-    """All of max_num_batched_tokens in prompts as long as allowed, and max_num_seqs rows sampled with every filter on.
+
+def prompt_step(plan: MemoryPlan, tables: SlotTables, num_tokens: int = 2**31) -> HostStep:
+    """`num_tokens` (or all of max_num_batched_tokens) in prompts as long as allowed, max_num_seqs rows sampled with
+    every filter on.
 
     It writes no KV and reads block 0 alone, so any pool will do.
     """
-    num_tokens, longest = int(plan.config.max_num_batched_tokens or 1), int(plan.config.max_model_len or 1)
+    num_tokens = min(num_tokens, int(plan.config.max_num_batched_tokens or 1))
+    longest = int(plan.config.max_model_len or 1)
     num_rows = min(int(plan.config.max_num_seqs or 1), num_tokens)
     length = max(2, min(num_tokens, longest))
     starts = np.array([*range(0, num_tokens, length), num_tokens], dtype=np.int32)

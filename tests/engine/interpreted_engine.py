@@ -60,6 +60,25 @@ def both(decoder, plan, **sampling):
     return {"cuda": ours, "cpu": serve(decoder, plan, False, **sampling)[0], "preemptions": preemptions}
 
 
+def reconfigured(decoder):
+    """Blocks of 8 in the memory that blocks of 4 had, in the middle of the requests."""
+    plan = make_plan(decoder)
+    engine = Engine(decoder, plan, executor=CudaExecutor(decoder, plan))
+    for index, prompt in enumerate(PROMPTS):
+        engine.add_request(EngineRequest(index, prompt, SamplingParams(max_tokens=5 + index, ignore_eos=True)))
+    outputs, places = {}, []
+    for _ in range(4):
+        outputs |= {output.request_id: list(output.token_ids) for output in engine.step().finished}
+    places.append(engine.executor._allocated.cache.memory.data_ptr())
+    engine.reconfigure(make_plan(decoder, blocks=16, block_size=8))
+    places.append(engine.executor._allocated.cache.memory.data_ptr())
+    while engine.has_unfinished:
+        outputs |= {output.request_id: list(output.token_ids) for output in engine.step().finished}
+        engine.check()
+    expected = serve(decoder, plan, False)[0]
+    return {"cuda": [outputs[index] for index in range(len(PROMPTS))], "cpu": expected, "kept": places[0] == places[1]}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     llama = make_decoder()
@@ -77,6 +96,7 @@ def main() -> None:
         "recompute": both(flat, make_plan(flat, blocks=6), max_tokens=10),
         "swap": both(flat, make_plan(flat, blocks=6, swap=16, preemption_mode="swap"), max_tokens=10),
     }
+    results["other blocks"] = reconfigured(flat)
     drawn = [serve(flat, make_plan(flat, blocks=blocks), True, temperature=1.0, seed=4)[0] for blocks in (32, 6)]
     results["drawn"] = {"cuda": drawn[0], "cpu": drawn[1], "preemptions": 0}
     print(json.dumps(results))

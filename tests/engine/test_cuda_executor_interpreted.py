@@ -25,7 +25,9 @@ def results():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen with a penalty", "windows and caps", "recompute", "swap"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen with a penalty", "windows and caps", "recompute", "swap", "other blocks"]
+)
 def test_greedy_tokens_are_those_of_the_cpu_executor(results, name):
     """Prefill in chunks beside decode, fused and plain layers, preempted requests."""
     assert results[name]["cuda"] == results[name]["cpu"]
@@ -34,6 +36,10 @@ def test_greedy_tokens_are_those_of_the_cpu_executor(results, name):
 @pytest.mark.parametrize("name", ["recompute", "swap"])
 def test_small_pools_do_send_requests_back(results, name):
     assert results[name]["preemptions"] > 0
+
+
+def test_a_pool_of_the_same_size_keeps_its_memory(results):
+    assert results["other blocks"]["kept"]
 
 
 def test_what_is_drawn_does_not_depend_on_the_pool(results):

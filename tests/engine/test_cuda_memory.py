@@ -1,0 +1,136 @@
+"""What the GPU engine allocates, by arithmetic alone: no card and no kernel is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from labkit.errors import DoesNotFitError, UnsupportedError
+from labkit.specs.model_spec import LayerSpec
+
+GIB = 2**30
+
+
+def card(total_gib, free_gib, reserved_gib=0):
+    from labkit.engine.cuda_memory import CardMemory
+
+    return CardMemory(total_gib * GIB, free_gib * GIB, reserved_gib * GIB, reserved_gib * GIB)
+
+
+@pytest.fixture
+def form(tiny_spec, one_thread):
+    """Two layers of 2 KV heads of width 8 in float16: a block of 4 tokens is 2 · 2 · 4 · 2 · 8 · 2 bytes."""
+    from labkit.engine.cuda_cache import cache_format
+
+    return cache_format(tiny_spec(), 4, "auto", one_thread.float16)
+
+
+def test_a_block_has_the_bytes_of_its_keys_and_values(form, tiny_spec, one_thread):
+    from labkit.engine.cuda_cache import cache_format
+
+    assert form.block_bytes == 512
+    assert cache_format(tiny_spec(), 4, "fp8", one_thread.float16).block_bytes == 256
+    # A float32 scale for each of 4 tokens, 2 heads, keys and values, 2 layers.
+    assert cache_format(tiny_spec(), 4, "int8_per_token_head", one_thread.float16).block_bytes == 256 + 128
+    assert cache_format(tiny_spec(), 4, "auto", one_thread.float16, tp_size=4).block_bytes == 256
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8", "fp8_e5m2", "int8_per_token_head"])
+@pytest.mark.parametrize("num_blocks", [0, 1, 7])
+def test_views_cover_the_pool_without_overlap(tiny_spec, one_thread, kind, num_blocks):
+    from labkit.engine.cuda_cache import CudaKVCache, cache_format
+
+    form = cache_format(tiny_spec(), 4, kind, one_thread.float16)
+    memory = one_thread.zeros(form.pool_bytes(num_blocks), dtype=one_thread.uint8)
+    cache = CudaKVCache(form, num_blocks, 0, memory)
+    for layer in cache.layers:
+        for view in layer.tensors():
+            assert view.data_ptr() % 16 == 0 or not view.numel()
+            if view.numel():
+                view.view(one_thread.uint8).add_(1)
+    assert set(memory.tolist()) <= {0, 1}
+    assert int(memory.sum()) == num_blocks * form.block_bytes
+
+
+def test_swap_brings_blocks_back(form, one_thread):
+    from labkit.engine.cuda_cache import CudaKVCache
+
+    cache = CudaKVCache(form, 3, 2, one_thread.zeros(form.pool_bytes(3), dtype=one_thread.uint8))
+    values = one_thread.randn(4, 2, 8).half()
+    cache.layers[1].v[2] = values
+    cache.swap([(2, 1)], [])
+    cache.layers[1].v[2] = 0
+    cache.swap([], [(0, 1)])
+    assert bool((cache.layers[1].v[0] == values).all())
+
+
+def test_as_many_blocks_fit_as_are_said_to(form):
+    for num_bytes in (0, 511, 5000, 10**6 + 3):
+        blocks = form.blocks_in(num_bytes)
+        assert form.pool_bytes(blocks) <= max(num_bytes, 0)
+        assert blocks >= num_bytes // 512 - 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": (LayerSpec(kind="chunked", num_heads=4, num_kv_heads=2, head_dim=8, window=4),)},
+        {"layers": (LayerSpec(kind="full", num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=4),)},
+    ],
+)
+def test_layers_that_the_kernels_lack_are_refused(tiny_spec, one_thread, changes):
+    from labkit.engine.cuda_cache import cache_format
+
+    with pytest.raises(UnsupportedError, match="kernels lack"):
+        cache_format(tiny_spec(**changes), 4, "auto", one_thread.float16)
+
+
+def test_kv_types_that_the_kernels_lack_are_refused(tiny_spec, one_thread):
+    from labkit.engine.cuda_cache import cache_format
+
+    with pytest.raises(UnsupportedError, match="does not store KV as nvfp4") as caught:
+        cache_format(tiny_spec(), 4, "nvfp4", one_thread.float16)
+    assert caught.value.knob == "kv_cache_dtype"
+
+
+class TestPool:
+    """A card of 10 GiB at 50 %: the budget is 5 GiB."""
+
+    def pool(self, make_plan, form, costs=(0, 0, 0), memory=(10, 9), weights=GIB, **config):
+        from labkit.engine.cuda_memory import StepCosts, pool_of
+
+        plan = make_plan(gpu_memory_utilization=0.5, **config)
+        return pool_of(plan, form, card(*memory), StepCosts(*costs), weights=weights, workspace=GIB // 4)
+
+    def test_it_takes_what_the_other_parts_leave(self, make_plan, form):
+        """5 - 1 - 0.25 - 0.5 - 0.125 - 0.125 GiB."""
+        blocks, num_bytes = self.pool(make_plan, form, (GIB // 2, GIB // 8, GIB // 8))
+        assert num_bytes == 3 * GIB
+        assert blocks == (3 * GIB - 4 * 256) // 512
+
+    def test_a_large_one_is_a_multiple_of_64_mib(self, make_plan, form):
+        _, num_bytes = self.pool(make_plan, form, weights=GIB // 2 - 7)
+        assert num_bytes == 4 * GIB + 256 * 2**20
+
+    def test_a_number_of_blocks_that_was_asked_for_is_taken(self, make_plan, form):
+        assert self.pool(make_plan, form, num_gpu_blocks_override=77) == (77, form.pool_bytes(77))
+
+    def test_the_budget_must_be_free(self, make_plan, form):
+        """Free, what torch has already, and libraries' workspace: 3 + 1 + 0.25 GiB."""
+        with pytest.raises(DoesNotFitError, match="another process") as caught:
+            self.pool(make_plan, form, memory=(10, 3, 1))
+        assert "gpu_memory_utilization = 0.42" in str(caught.value)
+
+    def test_no_block_left_is_refused(self, make_plan, form):
+        with pytest.raises(DoesNotFitError, match="no KV block"):
+            self.pool(make_plan, form, weights=5 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "expected"),
+    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (30, [1, 2, 4, 8, 16, 24, 30])],
+)
+def test_capture_sizes_end_at_what_may_run(one_thread, max_num_seqs, expected):
+    from labkit.engine.cuda_graphs import capture_sizes
+
+    assert capture_sizes(max_num_seqs) == expected
+    assert capture_sizes(10**6)[-1] == 512
