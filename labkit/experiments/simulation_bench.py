@@ -14,11 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from labkit.engine.step_constants import StepConstants, constants_table, load_constants
+from labkit.engine.step_constants import LEVELS, StepConstants, constants_table, load_constants
 from labkit.experiments.fit_constants import fit_constants
 from labkit.experiments.public_runs import PublicRun, predict, public_runs
+from labkit.experiments.search_bench import shares_within
+from labkit.experiments.virtual_run import VirtualOptions, simulate
 from labkit.files import write_atomic
+from labkit.measure.summary import summarize
 from labkit.results import at_least, at_most, write_results
+from labkit.specs import load_gpu, load_model, synthetic_workload
+from labkit.specs.engine_config import EngineConfig
 
 # Log-normal widths of the prior around the data-sheet level: wide where nothing was known beforehand.
 SIGMAS = {
@@ -32,6 +37,7 @@ DENSE_CARD = "TPOT of dense models on a card left out, median error, %"
 DENSE_MODEL = "TPOT of a dense model left out, median error, %"
 MOE_MODEL = "TPOT of a mixture of experts left out, median error, %"
 ORDER = "pairs of configurations more than 5 % apart in the right order, %"
+SEARCH = "public grids whose best is met within 5 % in five launches, %"
 COVERAGE_LOW = "90 % interval, share of measured values inside, %"
 COVERAGE_HIGH = "90 % interval, share of measured values inside, % (upper bar)"
 _NORMAL_90 = 1.645
@@ -78,20 +84,50 @@ def bench_simulation(path: str | os.PathLike[str], *, fit: bool = False) -> dict
         by_card += zip(runs, left_out(runs, lambda run: run.gpu_name), strict=True)
         by_model += zip(runs, left_out(runs, lambda run: run.model_name), strict=True)
     inside, intervals = coverage(by_model)
+    served = [(run, error) for run, error in by_model if run.engine == "V1"]
+    searched = [
+        {"check": "search on public grids", "launches_allowed": most, **shares_within(served, most)} for most in (3, 5)
+    ]
     if fit:
         _write_constants(intervals)
     rows = [*_rows("card left out", by_card, lambda run: run.gpu_name), *_rows("model left out", by_model, _model_of)]
     for level, errors in (("data sheet alone", _errors("data sheet")), ("in sample", _errors("shipped"))):
         rows += _rows(level, errors, _model_of)
+    rows += [*_kept_back(), *searched]
     summary = {
         DENSE_CARD: at_most(median_error(by_card, moe=False), 10, 7),
         DENSE_MODEL: at_most(median_error(by_model, moe=False), 8, 6),
         MOE_MODEL: at_most(median_error(by_model, moe=True), 20, 12),
         ORDER: at_least(right_order(by_model), 95, 98),
+        SEARCH: at_least(searched[-1]["percent_within"], 95, 98),
         COVERAGE_LOW: at_least(inside, 85, 90),
         COVERAGE_HIGH: at_most(inside, 95, 90),
     }
     return write_results(path, command="labkit bench simulation", rows=rows, summary=summary, intervals=intervals)
+
+
+# vLLM 0.25.1 on one H200, the shape of Llama-3.1-8B with random weights: requests, measured output tokens per second.
+KEPT_BACK = ((256, 9677.5), (1, 200.0))
+
+
+def _kept_back() -> list[dict[str, Any]]:
+    """Runs that no constant was fitted to: prompts of 512 and outputs of 256 tokens, all offered at once."""
+    rows = []
+    for level in LEVELS[:2]:
+        for num_requests, measured in KEPT_BACK:
+            traffic = synthetic_workload(num_requests, input_lengths=512, output_lengths=256, seed=1)
+            record = simulate(
+                load_model("meta-llama/Llama-3.1-8B-Instruct"), load_gpu("H200"), traffic,
+                EngineConfig(max_model_len=4096), engine_version="0.25.1", constants=load_constants("0.25.1", level),
+                options=VirtualOptions(arrival_scale=0, has_server=False),
+            )  # fmt: skip
+            predicted = summarize(record).output_tokens_per_s or 0.0
+            rows.append({
+                "check": f"kept back, {level}", "group": f"{num_requests} requests of 512 to 256 on an H200",
+                "measured_tokens_per_s": measured, "predicted_tokens_per_s": round(predicted, 1),
+                "error_percent": round(100 * (predicted / measured - 1), 1),
+            })  # fmt: skip
+    return rows
 
 
 def median_error(errors: Sequence[tuple[PublicRun, float]], *, moe: bool) -> float:

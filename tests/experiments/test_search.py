@@ -1,0 +1,134 @@
+"""The guided search: finds what a grid would, learns from failures, and says when nothing is better."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from labkit.errors import DoesNotFitError, OutOfRangeError
+from labkit.experiments.public_runs import public_runs
+from labkit.experiments.residual_gp import ResidualGp, expected_gain, normal_cdf
+from labkit.experiments.search import Outcome, guided_search, scaled_positions
+from labkit.experiments.search_bench import shares_within
+from labkit.experiments.simulation_bench import left_out
+
+POINTS = [{"max_num_seqs": seqs, "block_size": block} for seqs in (32, 64, 128, 256) for block in (16, 32)]
+
+
+def value_of(point) -> float:
+    return 1000 * math.log2(point["max_num_seqs"]) - 10 * point["block_size"]
+
+
+def search(points=POINTS, simulate=None, launch=None, **settings):
+    return guided_search(
+        points,
+        simulate or (lambda point: Outcome(value_of(point))),
+        launch or (lambda point: Outcome(value_of(point))),
+        default=settings.pop("default", POINTS[0]),
+        **settings,
+    )
+
+
+def test_a_true_simulation_needs_the_default_and_the_best():
+    found = search()
+    assert found.best.point == {"max_num_seqs": 256, "block_size": 16}
+    assert [launch.point for launch in found.launches][:2] == [POINTS[0], found.best.point]
+    assert found.gain == pytest.approx(value_of(found.best.point) / value_of(POINTS[0]) - 1)
+    assert found.is_different
+    assert len(found.launches) <= 5
+    assert "max_num_seqs 256" in found.sentence
+
+
+def test_a_wrong_simulation_is_corrected_by_its_launches():
+    # The simulation likes many sequences; in truth they fall off by half beyond 64.
+    truth = {32: 5000.0, 64: 6000.0, 128: 3500.0, 256: 3000.0}
+    found = search(launch=lambda point: Outcome(truth[point["max_num_seqs"]] - point["block_size"]))
+    assert found.best.point["max_num_seqs"] == 64
+    assert len(found.launches) <= 8
+
+
+def test_the_limit_excludes_faster_but_later_settings():
+    def outcome(point):
+        return Outcome(value_of(point), 0.001 * point["max_num_seqs"])
+
+    found = search(simulate=outcome, launch=outcome, latency_limit_s=0.1)
+    assert found.best.point["max_num_seqs"] == 64
+    nothing = search(simulate=outcome, launch=outcome, latency_limit_s=0.001)
+    assert nothing.best is None
+    assert "No configuration met the limit" in nothing.sentence
+
+
+def test_what_does_not_start_is_learnt_and_not_raised():
+    def launch(point):
+        if point["max_num_seqs"] == 256:
+            raise DoesNotFitError("out of memory")
+        return Outcome(value_of(point))
+
+    found = search(launch=launch)
+    assert found.best.point["max_num_seqs"] == 128
+    assert any(one.measured is None and "out of memory" in one.error for one in found.launches)
+
+
+def test_no_difference_is_said():
+    found = search(simulate=lambda point: Outcome(100.0), launch=lambda point: Outcome(100.0))
+    assert not found.is_different
+    assert found.sentence.startswith("No difference")
+
+
+def test_refused_points_cost_no_launch_and_limits_hold():
+    launched = []
+
+    def launch(point):
+        launched.append(point)
+        return Outcome(value_of(point) * np.random.default_rng(len(launched)).uniform(0.5, 2))
+
+    found = search(
+        simulate=lambda point: None if point["max_num_seqs"] > 128 else Outcome(value_of(point)),
+        launch=launch,
+        max_runs=3,
+    )
+    assert found.num_refused == 2
+    assert len(launched) <= 3
+    assert all(point["max_num_seqs"] <= 128 for point in launched)
+    with pytest.raises(OutOfRangeError):
+        search(simulate=lambda point: None)
+    with pytest.raises(OutOfRangeError):
+        search(max_runs=0)
+
+
+def test_cancel_before_the_first_launch():
+    found = search(is_cancelled=lambda: True)
+    assert found.launches == ()
+    assert found.stopped == "cancelled"
+
+
+def test_the_process_passes_through_what_it_saw_and_knows_less_elsewhere():
+    process = ResidualGp(np.array([[0.0], [0.1], [1.0]]), noise=1e-4)
+    process.add(0, 0.3)
+    mean, deviation = process.posterior()
+    assert mean[0] == pytest.approx(0.3, abs=1e-3)
+    assert 0.2 < mean[1] < 0.3
+    assert deviation[0] < deviation[1] < deviation[2]
+
+
+def test_expected_gain_against_sampling():
+    rng = np.random.default_rng(0)
+    samples = np.maximum(0, rng.normal(0.2, 0.5, 400_000) - 0.4)
+    assert float(expected_gain(np.array([0.2]), np.array([0.5]), 0.4)[0]) == pytest.approx(samples.mean(), rel=0.02)
+    assert float(normal_cdf(np.array([1.6449]))[0]) == pytest.approx(0.95, abs=1e-4)
+
+
+def test_positions_are_scaled_by_knob():
+    positions = scaled_positions([{"a": 16, "b": "x"}, {"a": 64, "b": "y"}, {"a": 256, "b": "x"}])
+    assert positions.tolist() == [[0, 0], [0.5, 1], [1, 0]]
+
+
+def test_public_grids_are_met_in_five_launches():
+    runs = tuple(run for run in public_runs() if run.model_name == "meta-llama/Llama-3.1-70B")
+    errors = list(zip(runs, left_out(runs, lambda run: run.gpu_name), strict=True))
+    found = shares_within(errors, 5)
+    assert found["grids"] >= 20
+    assert found["percent_within"] >= 85
+    assert found["mean_launches"] <= 5
