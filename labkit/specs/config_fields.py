@@ -32,6 +32,8 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise FileFormatError(f"there is no file {plain(path)}", works="the path of a config.json")
         with path.open("rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
+    except FileFormatError:
+        raise
     except OSError as error:
         raise FileFormatError(f"cannot read {plain(path)}: {error.strerror or error}") from error
     except ValueError as error:

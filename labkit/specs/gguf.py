@@ -130,7 +130,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     path = Path(path)
     try:
         if not path.is_file():
-            raise FileFormatError(f"{_shown(path)} is not a file")
+            raise FileFormatError(f"{_shown(path)} is not a file", works="the path of a .gguf file")
         with open(path, "rb", buffering=0) as file:
             return _read(_Cursor(file.fileno(), path))
     except (OSError, ValueError) as error:
@@ -277,7 +277,9 @@ class _Cursor:
     def error(self, field: str, value: str, allowed: str) -> FileFormatError:
         left = max(self.size - self.position, 0)
         found = f"{_shown(self.path)}: {plain(field, 160)} is {plain(value, 160)}"
-        return FileFormatError(f"{found}, allowed is {allowed} ({left} bytes left)")
+        return FileFormatError(
+            f"{found}, allowed is {allowed} ({left} bytes left)", works="getting the whole file again"
+        )
 
     def check_count(self, count: int, smallest_bytes: int, limit: int, field: str) -> None:
         left = self.size - self.position

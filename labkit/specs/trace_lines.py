@@ -36,8 +36,12 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
             raw.seek(0)
             with cast("IO[bytes]", gzip.GzipFile(fileobj=raw) if is_gzip else raw) as file:
                 yield from _decoded(file, name)
+    except FileFormatError:
+        raise
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise FileFormatError(f"{name} is a damaged or truncated gzip file: {plain(error)}") from error
+        raise FileFormatError(
+            f"{name} is a damaged or truncated gzip file: {plain(error)}", works="getting the whole file again"
+        ) from error
     except OSError as error:
         raise FileFormatError(f"cannot read {plain(path)}: {error.strerror or plain(error)}") from error
     except ValueError as error:
@@ -50,7 +54,7 @@ def _decoded(file: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
         number += 1
         total += len(line)
         if len(line) > MAX_LINE_BYTES:
-            raise FileFormatError(f"line {number} of {name} is too long", needed="at most 1 MiB")
+            raise FileFormatError(f"line {number} of {name} is too long", needed="at most 1 MiB a line")
         if total > MAX_DECOMPRESSED_BYTES:
             raise FileFormatError(
                 f"{name} holds too much text",
