@@ -1,0 +1,60 @@
+"""Runs in the shell: listed, exported as JSON and Parquet, reported."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+
+import pandas as pd
+import pytest
+from example_runs import example_record
+from typer.testing import CliRunner
+
+from labkit import cli
+from labkit.experiments import RunStore, import_json
+
+# Details of a plan are the planner's own; these runs carry none.
+RECORD = dataclasses.replace(example_record(), plan=dataclasses.replace(example_record().plan, details={}))
+
+
+def run(*arguments: str):
+    done = CliRunner().invoke(cli.app, list(arguments))
+    assert done.exit_code == 0, done.output
+    return done
+
+
+@pytest.fixture
+def store(tmp_path) -> str:
+    path = tmp_path / "runs.sqlite3"
+    with contextlib.closing(RunStore(path)) as opened:
+        opened.save(RECORD)
+    return str(path)
+
+
+def test_runs_are_listed_with_id_and_status(store):
+    listed = run("runs", "--store", store).stdout
+    assert "1 runs in" in listed
+    assert RECORD.run_id[:10] in listed
+    assert "finished" in listed
+    assert "\x1b" not in listed
+
+
+def test_json_on_standard_output_is_the_run_and_nothing_else(store, tmp_path):
+    text = run("runs", "--store", store, "--export-json", RECORD.run_id).stdout
+    json.loads(text)
+    (tmp_path / "run.json").write_text(text)
+    assert import_json(tmp_path / "run.json") == RECORD
+
+
+def test_parquet_files_hold_every_row(store, tmp_path):
+    said = run("runs", "--store", store, "--export-parquet", RECORD.run_id, "--folder", str(tmp_path)).stdout
+    rows = [len(pd.read_parquet(line)) for line in said.split() if line.endswith(".parquet")]
+    assert sorted(rows) == sorted([len(RECORD.requests), len(RECORD.steps)])
+
+
+def test_a_report_of_stored_runs(store, tmp_path):
+    target = tmp_path / "report.html"
+    said = run("report", "--store", store, "--out", str(target)).stdout
+    assert str(target) in said.replace("\n", "")
+    assert target.read_text().startswith("<!DOCTYPE html>")
