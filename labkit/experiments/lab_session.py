@@ -18,12 +18,13 @@ from labkit.experiments.run import RunOptions
 from labkit.experiments.runner import LocalRunner, RunAnswer, RunJob, Runner
 from labkit.experiments.store import RunStore, RunWriter
 from labkit.experiments.worker import OnEvent, Worker
-from labkit.format import GIB
+from labkit.format import GIB, memory
 from labkit.measure.l2_model import simulate_l2_of_run
 from labkit.measure.memory_snapshot import measured_breakdown
 from labkit.measure.run_record import RequestRow, RunRecord, RunStatus, StepRow
 from labkit.memory import plan as make_plan
 from labkit.memory.records import MemoryPlan
+from labkit.models.supported import check_supported
 from labkit.specs import cpu_gpu, load_gpu, load_model, load_workload, name_of
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
@@ -206,6 +207,7 @@ class LabSession:
         workload = workload or self.workload
         if workload is None:
             raise LabkitError("there is no traffic to run", works="a workload, such as workload='azure-2023-conv'")
+        check_supported(self.model)
         plan = self.run_plan(config)
         if plan.gpu.is_cpu and not self.gpu.is_cpu:
             text = f"the run is on this machine's CPU; nothing of it is measured on {plain(self.gpu.name, 60)}"
@@ -349,12 +351,18 @@ def _does_not_fit(plan: MemoryPlan) -> DoesNotFitError:
     """The refusal of a run, with the memory (of a CPU) and the length that would work."""
     enough = _enough_memory_gib(plan) if plan.gpu.is_cpu else None
     works = [] if enough is None else [f"cpu_memory_gib = {enough:g}"]
-    if plan.max_model_len_that_fits > 0:
+    needed, available = f"{plan.config.max_model_len:,} tokens of KV cache", f"{plan.kv_cache_tokens:,} tokens"
+    if plan.num_gpu_blocks == 0:
+        parts = plan.breakdown
+        budget = int(parts.total_bytes * plan.config.gpu_memory_utilization)
+        needed = f"{memory(parts.weights_bytes + parts.activation_bytes)} before any KV cache"
+        available = f"{memory(budget)} within utilization"
+    elif plan.max_model_len_that_fits > 0:
         works.append(f"max_model_len = {plan.max_model_len_that_fits}")
     return DoesNotFitError(
         f"{plain(plan.model.name, 60)} does not fit: {plan.binding_limit}",
-        needed=f"{plan.config.max_model_len:,} tokens of KV cache for one request",
-        available=f"{plan.kv_cache_tokens:,} tokens",
+        needed=needed,
+        available=available,
         works=", or ".join(works) or None,
         knob="cpu_memory_gib" if plan.gpu.is_cpu else "gpu_memory_utilization",
     )

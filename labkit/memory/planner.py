@@ -179,7 +179,7 @@ def _plan_cpu(model: ModelSpec, gpu: GpuSpec, config: EngineConfig) -> MemoryPla
         max_concurrency=num_blocks / max(1, layout.blocks_per_request(length)),
         max_model_len_that_fits=layout.largest_length(num_blocks, upper),
         verdict="does not fit" if overrun or num_blocks == 0 else judge(margin, 0), margin_bytes=margin,
-        binding_limit=_cpu_limit(resolved, margin),
+        binding_limit=_cpu_limit(resolved, margin, num_blocks),
         formulas=formulas_labkit(model, resolved, breakdown, layout, num_blocks),
         notes=_cpu_notes(model, resolved), details={"groups": group_details(layout)},
     )  # fmt: skip
@@ -205,9 +205,11 @@ def _cpu_blocks(model: ModelSpec, config: EngineConfig, block_bytes: int, left: 
     return low
 
 
-def _cpu_limit(config: EngineConfig, margin: int) -> str:
+def _cpu_limit(config: EngineConfig, margin: int, num_blocks: int) -> str:
     if config.num_gpu_blocks_override is not None:
         return "num_gpu_blocks_override sets the number of KV blocks"
+    if num_blocks == 0:
+        return "weights and activations: they leave nothing of cpu_memory_gib times utilization for KV blocks"
     if margin < 0:
         return "cpu_memory_gib: the pool holds less than one request of max_model_len"
     return "KV blocks: cpu_memory_gib times utilization, less weights and activations"

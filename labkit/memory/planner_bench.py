@@ -52,6 +52,7 @@ def bench_planner(path: str | os.PathLike[str] = "results/planner.json") -> dict
         "parameters": _parameters(),
         "speed": _speed(),
     }
+    details: dict[str, Any] = {name: _without_runs(part) for name, part in result.items()}
     return write_results(
         path,
         command="labkit bench planner",
@@ -59,7 +60,7 @@ def bench_planner(path: str | os.PathLike[str] = "results/planner.json") -> dict
         summary=_asked(result),
         what="accuracy of labkit's memory planner; errors are planner less real, in percent or GiB",
         sources="labkit/memory/runs: start-up runs, public reports, vLLM 0.33's own planner",
-        **{name: _without_runs(part) for name, part in result.items()},
+        **details,
     )
 
 

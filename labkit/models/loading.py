@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from labkit.errors import FileFormatError, OutOfRangeError
-from labkit.models.decoder import Decoder, DecoderWeights, LayerWeights, check_supported
+from labkit.models.decoder import Decoder, DecoderWeights, LayerWeights
 from labkit.models.hub import find_model_files
 from labkit.models.linear import PackedMatrix, pack
 from labkit.models.moe import MoeWeights
+from labkit.models.supported import check_supported
 from labkit.models.weight_sources import DummySource, GgufSource, SafetensorsSource, WeightSource
 from labkit.specs.gguf import read_gguf
 from labkit.specs.model_spec import LayerSpec, ModelSpec

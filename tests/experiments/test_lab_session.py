@@ -7,12 +7,21 @@ import threading
 import pytest
 from example_runs import example_workload
 
-from labkit.errors import DoesNotFitError, LabkitError, OutOfRangeError, StoreError, UnknownNameError, WorkerError
+from labkit.errors import (
+    DoesNotFitError,
+    LabkitError,
+    OutOfRangeError,
+    StoreError,
+    UnknownNameError,
+    UnsupportedError,
+    WorkerError,
+)
 from labkit.experiments.lab_session import LabSession
 from labkit.experiments.run import RunOptions
 from labkit.experiments.runner import LocalRunner
 from labkit.experiments.store import RunStore
 from labkit.experiments.worker import Worker
+from labkit.specs import synthetic_workload
 from labkit.specs.engine_config import EngineConfig
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -239,3 +248,25 @@ def test_close_twice(session):
     session.close()
     session.close()
     assert session._runner.worker.pid is None
+
+
+def test_a_model_that_the_decoder_lacks_is_refused_before_anything_is_loaded(tmp_path):
+    traffic = synthetic_workload(1, 4, 1)
+    with (
+        LabSession("deepseek-ai/DeepSeek-V3", "cpu", traffic, store=tmp_path / "runs.sqlite3") as session,
+        pytest.raises(UnsupportedError, match="mla layers"),
+    ):
+        session.run()
+
+
+def test_weights_beyond_the_budget_are_named_with_the_memory_that_works(tmp_path):
+    traffic = synthetic_workload(1, 4, 1)
+    with (
+        LabSession("Qwen/Qwen3-0.6B", "cpu", traffic, store=tmp_path / "runs.sqlite3") as session,
+        pytest.raises(DoesNotFitError, match="weights and activations") as refused,
+    ):
+        session.run(max_model_len=256)
+    # 0.6 B parameters of 4 B each, and a GiB over the 92 % that utilization leaves of 2 GiB.
+    assert "GiB before any KV cache" in refused.value.needed
+    assert refused.value.available == "1.84 GiB within utilization"
+    assert session.plan(max_model_len=256, cpu_memory_gib=float(refused.value.works.split(" = ")[1])).verdict == "fits"
