@@ -1,4 +1,4 @@
-"""The command line: plan, explain-log, export, doctor, run, tune, report, runs, models, gpus, traces, bench.
+"""The command line: plan, explain-log, export, doctor, run, simulate, claims, tune, report, runs, lists, bench.
 
 Commands read options, call one function of a lower room and print; the knobs' options are made from `EngineConfig`,
 so command line, panel and docs share one text.
@@ -246,6 +246,39 @@ def run(
         show_record(record)
 
 
+@app.command("simulate")
+@takes_knobs
+def simulate_command(
+    knobs: dict[str, Any],
+    model: Model = DEFAULT_MODEL,
+    gpu: Annotated[str, typer.Option("--gpu", help="A card of `labkit gpus`; it need not be here.")] = "H100 SXM",
+    workload: Trace = DEFAULT_TRACE,
+    limit: Limit = 1000,
+    max_input_tokens: MaxInput = None,
+    max_output_tokens: MaxOutput = None,
+    engine: Annotated[str, typer.Option(help="Whose rules: vllm or labkit.")] = "vllm",
+    vllm: Vllm = "0.33.0",
+    as_json: AsJson = False,
+) -> None:
+    """Serve a trace on a virtual GPU: the real scheduler and block pool, step times from a model."""
+    import labkit
+    from labkit.experiments.export import to_json
+    from labkit.experiments.virtual_run import simulate
+
+    traffic = labkit.load_workload(
+        workload, limit=limit, max_input_tokens=max_input_tokens, max_output_tokens=max_output_tokens
+    )
+    record = simulate(
+        labkit.load_model(model), labkit.load_gpu(gpu), traffic, EngineConfig(**knobs), engine=engine,
+        engine_version=vllm,
+    )  # fmt: skip
+    if as_json:
+        sys.stdout.write(to_json(record) + "\n")
+    else:
+        show_record(record)
+        out(record.note)
+
+
 @app.command()
 def tune(
     model: Model = DEFAULT_MODEL,
@@ -373,6 +406,17 @@ def bench_planner_command(path: Results = Path("results/planner.json")) -> None:
     from labkit.memory.planner_bench import bench_planner
 
     show_summary(bench_planner(path), path)
+
+
+@bench_app.command("simulation")
+def bench_simulation_command(
+    path: Results = Path("results/simulation.json"),
+    fit: Annotated[bool, typer.Option("--fit", help="Also fit the shipped constants anew.")] = False,
+) -> None:
+    """The virtual GPU against public runs, with whole models and whole cards left out."""
+    from labkit.experiments.simulation_bench import bench_simulation
+
+    show_summary(bench_simulation(path, fit=fit), path)
 
 
 @bench_app.command("session")

@@ -14,6 +14,7 @@ from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
 
 if TYPE_CHECKING:
+    from labkit.experiments.search import SearchResult
     from labkit.widgets.panel import Panel
 
 
@@ -40,6 +41,20 @@ class Session(LabSession):
         """
         records, _ = sweep(self, grid, on_event=on_event, **settings)
         return records
+
+    def search(self, space: Mapping[str, Sequence[Any]], **settings: Any) -> SearchResult:
+        """Find the best settings in a few launches; see `labkit.experiments.session_search.search_session`.
+
+        `session.search({"max_num_seqs": [32, 128, 512]}, limits={"ttft_p99_s": 2.0}, max_runs=8).sentence`
+
+        Raises:
+            UnsupportedError: the card is a CPU, or there is no traffic.
+            UnknownNameError, OutOfRangeError: a knob, value, goal or limit that does not exist.
+        """
+        from labkit.experiments.session_search import search_session
+
+        result, _ = search_session(self, space, **settings)
+        return result
 
     def panel(self) -> Panel:
         """The panel: knobs, plan, runs and pictures, for the last line of a notebook's cell."""
