@@ -51,7 +51,8 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         return {"type": "error", "kind": type(error).__name__, "message": error.message, **parts}
     if is_lost_context(error):
         text = f"the card's context is lost, at or before this step: {plain(error, 500)}"
-        return {"type": "error", "kind": "WorkerError", "message": text, "works": "running again: the worker restarts"}
+        works = "running again: the worker restarts"
+        return {"type": "error", "kind": "WorkerError", "message": text, "works": works, "ends_worker": True}
     frames = traceback.format_exception(type(error), error, error.__traceback__, limit=-6)
     text = f"{type(error).__name__}: {plain(error)}"
     return {"type": "error", "kind": "internal", "message": text, "traceback": "".join(frames)[-8000:]}

@@ -192,6 +192,9 @@ class Worker:
             if answer["type"] == "error":
                 if isinstance(answer.get("traceback"), str):
                     on_event({"type": "log", "level": "error", "message": answer["traceback"][-8000:]})
+                if answer.get("ends_worker") is True:
+                    # It ends by itself; a call in between would find it half gone.
+                    self.kill()
                 raise rebuild_error(answer, _DOING[command])
             return answer["answer"]
         finally:
