@@ -22,6 +22,8 @@ CHROMIUM_ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
+# Whatever labkit writes or shows, these must not be in it.
+LAB_TOKEN, HUB_TOKEN = "SENTINEL-of-the-lab", "hf_SENTINEL-of-the-hub"
 
 
 def pytest_collection_modifyitems(items) -> None:
@@ -93,7 +95,7 @@ class Lab:
             self.api(f"/api/sessions/{session['id']}", "DELETE")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -114,7 +116,7 @@ def lab(tmp_path_factory) -> Iterator[Lab]:
     folder = tmp_path_factory.mktemp("lab")
     settings, notebooks = _settle_lab(folder), folder / "notebooks"
     notebooks.mkdir()
-    port, token = _free_port(), "token-of-this-test"
+    port, token = free_port(), LAB_TOKEN
     environment = {
         **os.environ,
         "JUPYTER_CONFIG_DIR": str(folder / "config"),
@@ -124,6 +126,7 @@ def lab(tmp_path_factory) -> Iterator[Lab]:
         "LABKIT_HOME": str(folder / "labkit-home"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
+        "HF_TOKEN": HUB_TOKEN,
     }
     command = [
         sys.executable, "-m", "jupyterlab", "--allow-root", "--no-browser", "--ip=127.0.0.1", f"--port={port}",
@@ -135,7 +138,7 @@ def lab(tmp_path_factory) -> Iterator[Lab]:
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=notebooks)
     made = Lab(f"http://127.0.0.1:{port}", token, notebooks)
     try:
-        _wait_for(made, process, folder / "lab.log")
+        wait_for_lab(made, process, folder / "lab.log")
         yield made
     finally:
         process.terminate()
@@ -146,7 +149,7 @@ def lab(tmp_path_factory) -> Iterator[Lab]:
         log.close()
 
 
-def _wait_for(lab: Lab, process: subprocess.Popen, log: Path) -> None:
+def wait_for_lab(lab: Lab, process: subprocess.Popen, log: Path) -> None:
     for _ in range(240):
         if process.poll() is not None:
             pytest.fail(f"JupyterLab ended at once:\n{log.read_text()[-2000:]}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.conftest import make_notebook, open_notebook, run_all
+from tests.browser.conftest import HUB_TOKEN, LAB_TOKEN, make_notebook, open_notebook, run_all
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,6 +50,14 @@ def open_fake(chromium, lab, name: str, call: str, **options):
     return watched
 
 
+def files_with_a_token(lab) -> list[str]:
+    """Notebooks, reports and everything in labkit's own folder that carry a token of the server or the hub."""
+    written = [path for place in (lab.folder, lab.folder.parent / "labkit-home") for path in place.rglob("*")]
+    files = [path for path in written if path.is_file()]
+    assert {".ipynb", ".sqlite3", ".html"} <= {path.suffix for path in files}
+    return [path.name for path in files for token in (LAB_TOKEN, HUB_TOKEN) if token.encode() in path.read_bytes()]
+
+
 @pytest.mark.usefixtures("smollm2_gguf")
 def test_the_way_through_the_quickstart(chromium, fresh_lab):
     """Open, run all, turn a knob, see the plan redrawn, run, see the chart grow, cancel, reload, still see it."""
@@ -75,6 +83,9 @@ def test_the_way_through_the_quickstart(chromium, fresh_lab):
     assert page.locator(".lk-runs tbody tr").count() == 1
     assert "cancelled" in page.locator(".lk-runs tbody tr").inner_text()
 
+    page.locator(".lk-panel .jupyter-button").filter(has_text="Report").click()
+    page.get_by_text("Report written").wait_for(timeout=20_000)
+
     points = page.evaluate(CHART_POINTS)
     page.evaluate("() => globalThis.jupyterapp.commands.execute('docmanager:save')")
     page.wait_for_function("() => !globalThis.jupyterapp.shell.currentWidget.context.model.dirty", timeout=10_000)
@@ -82,6 +93,8 @@ def test_the_way_through_the_quickstart(chromium, fresh_lab):
     wait_for_plots(page)
     page.wait_for_function(f"() => Math.abs(({MEMORY_TOTAL})() - 1.5) < 0.01", timeout=20_000)
     assert page.evaluate(CHART_POINTS) == points
+    assert files_with_a_token(fresh_lab) == []
+    assert "SENTINEL" not in page.inner_text("body")
     assert watched.foreign == []
     assert watched.errors == []
 
