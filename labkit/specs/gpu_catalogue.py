@@ -33,13 +33,14 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def find_gpu_name(name: str) -> str | None:
-    """The catalogue name that `name` means: NVML's, a marketing or a short name, in any spelling."""
+    """The catalogue name that `name` means: NVML's, a marketing or a short name, in any spelling; or its number."""
     wanted = _folded(name)
     known = {**dict(_SHORT_NAMES)}
     for catalogue_name, entry in _entries().items():
         known[_folded(catalogue_name)] = catalogue_name
         known[_folded(entry["name"])] = catalogue_name
-    return known.get(wanted)
+    endings = {title for spelled, title in known.items() if wanted.isdigit() and spelled.endswith(wanted)}
+    return known.get(wanted) or (endings.pop() if len(endings) == 1 else None)
 
 
 def catalogue_gpu(name: str) -> GpuSpec:
