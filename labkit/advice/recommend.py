@@ -113,7 +113,7 @@ def recommend(
     """
     finished = [record for record in records if record.status == "finished" and summarize(record).output_tokens_per_s]
     if not finished:
-        return _from_plans([*plans, *(record.plan for record in records)], vllm_version, what_if)
+        return _from_plans([*plans, *(record.plan for record in records)], len(records), vllm_version, what_if)
     baseline = _baseline(finished, baseline_run_id)
     groups = _groups(finished)
     noise = noise_of(
@@ -335,7 +335,9 @@ def _confidence(
     return "low", basis
 
 
-def _from_plans(plans: Sequence[MemoryPlan], version: str, what_if: WhatIf | None) -> Recommendation:
+def _from_plans(
+    plans: Sequence[MemoryPlan], num_unfinished: int, version: str, what_if: WhatIf | None
+) -> Recommendation:
     if not plans:
         raise LabkitError("there is nothing to recommend from", needed="a plan or a run", works="labkit.plan(...)")
     baseline = plans[0]
@@ -346,16 +348,22 @@ def _from_plans(plans: Sequence[MemoryPlan], version: str, what_if: WhatIf | Non
     limit = binding_limit(best)
     next_changes = advise(best, what_if)
     outcome: Outcome = "plan only" if fitting else "nothing fits"
-    cured = next_changes and next_changes[0].cures
+    reasons = [Reason("limit", limit.sentence, limit.evidence, "capacity only; nothing was timed", "")]
     if fitting:
         sentence = (
-            f"Planned, not run: {best.verdict} with {memory(best.breakdown.kv_cache_bytes)} of KV = "
-            f"{count(best.kv_cache_tokens)} tokens. Speed is not known until it runs."
+            f"{'No run finished; planned' if num_unfinished else 'Planned, not run'}: {best.verdict} with "
+            f"{memory(best.breakdown.kv_cache_bytes)} of KV = {count(best.kv_cache_tokens)} tokens. Speed is not known "
+            f"until {'one finishes' if num_unfinished else 'it runs'}."
         )
+    elif next_changes and next_changes[0].cures:
+        cure = next_changes[0]
+        sentence = f"Does not fit: {limit.sentence}. {cure.title}: {cure.gain}."
+        best = cure.plan
+        limit = binding_limit(best)
+        next_changes = advise(best, what_if)
+        reasons.append(Reason("cured-limit", f"With the cure, {limit.sentence}", limit.evidence, cure.gain, cure.risk))
     else:
-        cure = f" {next_changes[0].title}: {next_changes[0].gain}." if cured else " No single change makes it fit."
-        sentence = f"Does not fit: {limit.sentence}.{cure}"
-        best = next_changes[0].plan if cured else best
+        sentence = f"Does not fit: {limit.sentence}. No single change makes it fit."
     changed = baseline.config.differences(best.config)
     gain = _gain("KV cache", baseline.kv_cache_tokens, best.kv_cache_tokens, "tokens", True, noise=noise_of({}))
     return Recommendation(
@@ -367,11 +375,11 @@ def _from_plans(plans: Sequence[MemoryPlan], version: str, what_if: WhatIf | Non
         baseline_run_id=None,
         sentence=sentence,
         limit=limit,
-        reasons=(Reason("limit", limit.sentence, limit.evidence, "capacity only; nothing was timed", ""),),
+        reasons=tuple(reasons),
         gains=(gain,) if changed else (),
         noise=noise_of({}),
         confidence="low",
-        confidence_reason="planned only, nothing ran",
+        confidence_reason="planned only, no run finished" if num_unfinished else "planned only, nothing ran",
         next_changes=next_changes,
         command=export_plan(best, version).serve,
         vllm_version=version,

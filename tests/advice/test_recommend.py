@@ -122,6 +122,8 @@ def test_when_nothing_fits_the_cure_is_recommended():
     assert found.outcome == "nothing fits"
     assert found.sentence.startswith("Does not fit: KV blocks bind: one request of 8,192 tokens")
     assert found.plan.verdict == "fits"
+    assert found.limit.sentence != found.reasons[0].sentence
+    assert found.limit.sentence in found.reasons[1].sentence
 
 
 def test_nothing_at_all_and_an_unknown_baseline_are_clear_errors():

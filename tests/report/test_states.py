@@ -78,6 +78,26 @@ def test_every_section_renders_or_says_why_not(state):
     assert not re.search(r"\bnan\b", text)
 
 
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("plan only", ["Planned, not run: fits", "KV blocks bind", "Next: store the KV cache in fp8, at most +"]),
+        ("one run", ["One configuration ran", "KV blocks bind", "Next: store the KV cache in fp8, at most +"]),
+        ("no GPU", ["One configuration ran", "KV blocks bind", "Next: store the KV cache in fp8, at most +"]),
+        ("interrupted", ["No run finished; planned: fits", "KV blocks bind", "Next: store", "no run finished."]),
+        ("out of memory", ["No run finished; planned: fits", "KV blocks bind", "Next: store", "no run finished."]),
+        ("does not fit", ["Does not fit: KV blocks bind", "fits then", "Fits: 21.0 GiB", "Next: "]),
+    ],
+)
+def test_the_first_words_are_the_answer_with_limit_change_and_gain(state, words):
+    runs, plans, _ = STATES[state]
+    answer = report([made(kind) for kind in runs], [made(kind) for kind in plans])
+    answer = re.sub(r"<[^>]+>", " ", answer.split('<section id="answer"')[1].split("</section>")[0])
+    places = [answer.find(word) for word in words]
+    assert -1 not in places
+    assert places == sorted(places)
+
+
 def test_runs_that_did_not_finish_are_not_compared_with_those_that_did():
     good, bad = sample_record(), sample_record(run_id="bad", name="cut short", status="cancelled")
     text = report([good, bad])
