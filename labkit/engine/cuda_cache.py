@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -151,6 +152,7 @@ class CudaKVCache:
         pinned = memory.is_cuda and num_swap_blocks > 0
         host = torch.empty(form.pool_bytes(num_swap_blocks), dtype=torch.uint8, pin_memory=pinned)
         self._host = form.carve(host, num_swap_blocks)
+        self._swappers = self._make_swappers() if num_swap_blocks else None
 
     @property
     def layers(self) -> tuple[LayerCache, ...]:
@@ -168,18 +170,45 @@ class CudaKVCache:
         return self._pool.flat
 
     def swap(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> None:
-        """Copy blocks to the host pool, then host blocks back, in stream order; pairs are (block, host block)."""
-        device = self._pool.flat.device
+        """Copy blocks to the host pool, then host blocks back; pairs are (block, host block).
+
+        What is computed next waits for it on the device; the host goes on.
+        """
+        if not swap_out and not swap_in:
+            return
+        if self._swappers is None:
+            self._swap_with_torch(swap_out, swap_in)
+            return
+        for swapper in self._swappers:
+            if swap_out:
+                swapper.wait(swapper.swap_out(swap_out))
+            if swap_in:
+                swapper.wait(swapper.swap_in([(host, block) for block, host in swap_in]))
+
+    def _make_swappers(self) -> list[Any] | None:
+        """One for each shape and type of cache; None where there is nothing to swap, or no kernel to do it."""
+        from labkit_kernels.block_copy import BlockSwapper
+        from labkit_kernels.ops import interpreting
+
+        if not self.memory.is_cuda and not interpreting():
+            return None
+        groups: dict[tuple, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for layer, host in zip(self._pool.layers, self._host.layers, strict=True):
+            for ours, theirs in zip(layer.tensors(), host.tensors(), strict=True):
+                both = groups.setdefault((ours.dtype, ours.shape), ([], []))
+                both[0].append(ours)
+                both[1].append(theirs)
+        return [BlockSwapper(ours, theirs) for ours, theirs in groups.values()]
+
+    def _swap_with_torch(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> None:
         if swap_out:
             blocks, hosts = torch.tensor(swap_out).unbind(1)
-            blocks = blocks.to(device)
             for source, target in self._pairs():
-                target[hosts] = source[blocks].cpu()
+                target[hosts] = source[blocks]
         if swap_in:
             blocks, hosts = torch.tensor(swap_in).unbind(1)
-            blocks = blocks.to(device)
             for source, target in self._pairs():
-                source[blocks] = target[hosts].to(device)
+                source[blocks] = target[hosts]
 
     def _pairs(self):
         """(device, host) tensors as bytes, so that indexing works for every element type."""

@@ -274,3 +274,26 @@ def test_out_of_memory_in_a_step_leaves_the_engine_usable(decoders, monkeypatch)
     assert failures == 1
     assert [outputs[request.request_id] for request in asked] == baseline
     engine.close()
+
+
+def test_out_of_memory_while_reconfiguring_leaves_a_way_back(decoders, monkeypatch):
+    import torch
+
+    from labkit.engine import cuda_executor
+
+    asked = requests()
+    baseline, _ = serve(decoders["float32"], asked)
+    engine = make_engine(decoders["float32"])
+    start = engine.plan
+
+    def fail(*arguments):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory (injected)")
+
+    other = make_memory_plan(start.model, load_gpu("H200"), start.config.replace(block_size=32))
+    with monkeypatch.context() as patched:
+        patched.setattr(cuda_executor, "CudaKVCache", fail)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            engine.reconfigure(other)
+    engine.reconfigure(start)
+    assert drain(engine, asked)[0] == baseline
+    engine.close()
