@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BlockSizeExperiment", "LogBox", "Panel", "bench_panel", "doctor_panel"]
+__all__ = ["BlockSizeExperiment", "KernelLab", "LogBox", "Panel", "bench_panel", "doctor_panel"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,6 +16,10 @@ def __getattr__(name: str) -> Any:
         from labkit.widgets.experiment import BlockSizeExperiment
 
         return BlockSizeExperiment
+    if name == "KernelLab":
+        from labkit.widgets.kernel_lab import KernelLab
+
+        return KernelLab
     if name == "LogBox":
         from labkit.widgets.log_box import LogBox
 
