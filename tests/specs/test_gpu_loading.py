@@ -71,7 +71,8 @@ def test_every_card_loads(name):
 @pytest.mark.parametrize(
     ("spelling", "name"),
     [
-        ("H100", "H100 SXM"), ("4090", "RTX 4090"), ("h100-80gb", "H100 SXM"), ("NVIDIA H100 80GB HBM3", "H100 SXM"), ("a100", "A100-80GB"),
+        ("4090", "RTX 4090"),
+        ("H100", "H100 SXM"), ("h100-80gb", "H100 SXM"), ("NVIDIA H100 80GB HBM3", "H100 SXM"), ("a100", "A100-80GB"),
         ("A100-SXM4-40GB", "A100-40GB"), ("rtx4090", "RTX 4090"), ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("t4", "T4"), ("v100", "V100-16GB"), ("  h200 ", "H200"),
     ],

@@ -223,7 +223,7 @@ def test_a_truncated_gzip_file(tmp_path):
 
 
 def test_an_endless_line(tmp_path):
-    with pytest.raises(FileFormatError, match="^line 2 of l.csv.gz is too long"):
+    with pytest.raises(FileFormatError, match=r"^line 2 of l\.csv\.gz is too long"):
         load_workload(write(tmp_path, "l.csv.gz", "arrival_s,input_tokens,output_tokens\n" + "1" * (2**20 + 1)))
 
 
