@@ -280,6 +280,25 @@ def simulate_command(
 
 
 @app.command()
+def claims(
+    ids: Annotated[list[str] | None, typer.Argument(help="C01 to C30; all if none.")] = None,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Also write a results file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What tuning guides say, put to the test: verdict, numbers, when it turns, how to run it again."""
+    from labkit.advice.claims import judge_all, write_claims
+
+    verdicts = judge_all(ids)
+    if as_json:
+        show_json([verdict.to_dict() for verdict in verdicts])
+    else:
+        for line in (line for verdict in verdicts for line in verdict.text().splitlines()):
+            out(line)
+    if out_file is not None:
+        write_claims(out_file, ids)
+
+
+@app.command()
 def tune(
     model: Model = DEFAULT_MODEL,
     gpu: Gpu = "auto",

@@ -1,0 +1,182 @@
+"""Claims about max-model-len, max-num-seqs, the token budget and the utilization."""
+
+from __future__ import annotations
+
+from labkit.advice.claims.verdict import Verdict, burst, judged, planned, served, summed
+from labkit.measure.run_record import RunRecord
+from labkit.measure.summary import summarize
+from labkit.memory.tensors import Sharing
+from labkit.memory.weights import StageLayers, stage_weights_bytes, weight_format
+from labkit.specs import load_model, load_workload
+
+_SMALL, _SEVEN, _CARD, _GIB = "Qwen/Qwen2-0.5B", "Qwen/Qwen2-7B", "A10", 2**30
+
+
+def c13() -> Verdict:
+    """Chunked prefill and the peak."""
+    name, card = "Qwen/Qwen2-7B", "A100-40GB"
+    whole = planned(
+        name, card, max_model_len=32768, max_num_batched_tokens=32768, enable_chunked_prefill=False, max_num_seqs=64
+    )
+    chunked = planned(name, card, max_model_len=4096, max_num_batched_tokens=4096, max_num_seqs=64)
+    long = planned(name, card, max_model_len=32768, max_num_batched_tokens=4096, max_num_seqs=64)
+    peaks = [found.breakdown.activation_bytes for found in (whole, chunked, long)]
+    used = [found.breakdown.used_bytes for found in (whole, chunked)]
+    return judged(
+        "C13",
+        "Chunked prefill with max-model-len 4096 cuts the memory peak by 63 % for long inputs.",
+        "depends" if peaks[1] < peaks[0] else "wrong",
+        {
+            "activation peak, one 32,768-token prompt in a step, GiB": peaks[0] / _GIB,
+            "activation peak in chunks of 4,096, GiB": peaks[1] / _GIB,
+            "cut of the activation peak, %": 100 * (1 - peaks[1] / peaks[0]),
+            "activation peak in chunks of 4,096 at max-model-len 32768, GiB": peaks[2] / _GIB,
+            "cut of all memory in use, %": 100 * (1 - used[1] / used[0]),
+        },
+        "The peak follows max-num-batched-tokens, not max-model-len; what it frees goes to the KV pool, so that the "
+        "memory in use stays. A server with max-model-len 4096 refuses the long inputs.",
+    )
+
+
+def c14() -> Verdict:
+    """max-model-len and TTFT."""
+    traffic = load_workload("azure-2023-conv", limit=150, max_input_tokens=3000, max_output_tokens=500)
+    first = {
+        length: summed(_SMALL, _CARD, traffic, at_once=False, max_model_len=length).ttft_s
+        for length in (4096, 8192, 32768)
+    }
+    medians = {length: times.p50 if times else 0.0 for length, times in first.items()}
+    ratio = medians[32768] / medians[4096]
+    return judged(
+        "C14",
+        "A larger max-model-len can double the time to first token.",
+        "wrong" if abs(ratio - 1) < 0.05 else "depends",
+        {f"TTFT p50 at max-model-len {length}, ms": 1e3 * value for length, value in medians.items()},
+        "Same requests, same steps. It turns where the pool is so small that fewer requests run, or where chunked "
+        "prefill is off and the token budget has to grow with the length.",
+        "simulation",
+    )
+
+
+def c15() -> Verdict:
+    """What the utilization leaves."""
+    found = planned(_SMALL, _CARD, gpu_memory_utilization=0.9)
+    parts = found.breakdown
+    inside = parts.activation_bytes + parts.workspace_bytes + parts.cuda_graphs_bytes
+    return judged(
+        "C15",
+        "gpu-memory-utilization 0.9 keeps 10 % for CUDA context and buffers.",
+        "wrong" if inside > parts.outside_bytes else "depends",
+        {
+            "tenth that is left, GiB": 0.1 * parts.total_bytes / _GIB,
+            "context and others, outside, GiB": parts.outside_bytes / _GIB,
+            "activations, workspace and graphs, from the 0.9, GiB": inside / _GIB,
+            "free in the end, GiB": parts.free_bytes / _GIB,
+        },
+        "Buffers come out of the 0.9; the rest is for what starts outside the budget, and most of it stays free.",
+    )
+
+
+def _most_running(record: RunRecord) -> int:
+    return max((step.num_running for step in record.steps), default=0)
+
+
+def c16() -> Verdict:
+    """Concurrency and the token budget."""
+    runs = {
+        tokens: _most_running(
+            served(
+                _SMALL, _CARD, burst(64, tokens, 200), max_model_len=8192, max_num_batched_tokens=8192, max_num_seqs=256
+            )
+        )
+        for tokens in (1000, 4000, 7900)
+    }
+    claimed = {tokens: 8192 // tokens for tokens in runs}
+    return judged(
+        "C16",
+        "Real concurrency is at most max-num-batched-tokens over the average input; at 8192/8192 it is 1.",
+        "wrong" if any(runs[tokens] > 1.5 * claimed[tokens] for tokens in runs) else "holds",
+        {f"requests at once, inputs of {tokens} (claimed {claimed[tokens]})": count for tokens, count in runs.items()},
+        "The budget bounds the tokens of one step. A request that decodes takes one of them, so prompts that came in "
+        "one after the other run together; the KV pool and max-num-seqs bound how many.",
+        "simulation",
+    )
+
+
+def c17() -> Verdict:
+    """The recipe for the token budget."""
+    name, card, traffic = "Qwen/Qwen2-7B", "A10", burst(128, 1280, 200)
+    numbers: dict[str, float | str] = {}
+    rates = {}
+    for budget in (2048, 8192, 49152):
+        record = served(name, card, traffic, max_model_len=4096, max_num_batched_tokens=budget, max_num_seqs=32)
+        found = summarize(record)
+        rates[budget] = found.output_tokens_per_s or 0.0
+        numbers[f"output tok/s at {budget}"] = rates[budget] or "does not start"
+        numbers[f"KV tokens at {budget}"] = record.plan.kv_cache_tokens
+        numbers[f"plan at {budget}"] = record.plan.verdict
+        if found.inter_token_s:
+            numbers[f"p99 between tokens at {budget}, ms"] = 1e3 * found.inter_token_s.p99
+    return judged(
+        "C17",
+        "Set max-num-batched-tokens = min(65536, average input x concurrency x 1.2): 49,152 for 1,280 x 32.",
+        "wrong" if rates[49152] < 1.03 * max(rates[2048], rates[8192]) else "holds",
+        numbers,
+        "A step is full of work at a few thousand tokens; beyond, the peak takes KV blocks away (here all of them) and "
+        "every decode waits for longer steps. It turns where prompts alone are served (embeddings) on a card with "
+        "memory to spare.",
+        "simulation",
+    )
+
+
+def _bandwidth(record: RunRecord) -> float:
+    """Bytes of weights and KV that the steps read, over their time, GB/s."""
+    from labkit.engine.step_cost import step_cost
+
+    cost = step_cost(record.model, record.plan.config)
+    token = sum(kind.num_layers * kind.token_bytes for kind in cost.kv)
+    weights = cost.dense.num_bytes + cost.head.num_bytes
+    read = sum(weights + token * step.num_tokens_stored for step in record.steps)
+    return read / sum(step.duration_s for step in record.steps) / 1e9
+
+
+def c18() -> Verdict:
+    """max-num-seqs and bandwidth."""
+    light = load_workload("azure-2023-conv", limit=40)
+    loads = {"light": light, "burst": burst(300, 500, 200)}
+    use = {}
+    for load, traffic in loads.items():
+        for seqs in (64, 256):
+            at_once = load == "burst"
+            record = served(_SEVEN, "A100-40GB", traffic, at_once=at_once, max_num_seqs=seqs, max_model_len=8192)
+            use[load, seqs] = _bandwidth(record)
+    changes = {load: use[load, 256] / use[load, 64] - 1 for load in ("light", "burst")}
+    return judged(
+        "C18",
+        "max-num-seqs 256 against 64 changes memory-bandwidth use by 47 %.",
+        "depends" if abs(changes["light"]) < 0.02 < abs(changes["burst"]) else "holds",
+        {
+            "change at a light load, %": 100 * changes["light"],
+            "change when 300 requests come at once, %": 100 * changes["burst"],
+        },
+        "The knob is a bound: it does nothing while fewer requests than the smaller value are there.",
+        "simulation",
+    )
+
+
+def c19() -> Verdict:
+    """Allocator rounding; the rest needs a card."""
+    model = load_model("Qwen/Qwen2-7B")
+    form, whole = weight_format(model, None), StageLayers(0, model.num_layers, model.num_layers)
+    exact, rounded = (
+        stage_weights_bytes(model, whole, Sharing(), form, model.dtype, allocator=allocator)
+        for allocator in (False, True)
+    )
+    return judged(
+        "C19",
+        "Reserved memory exceeds allocated memory by 10 to 15 % (torch's allocator).",
+        "not tested",
+        {"allocated over asked for, weights of Qwen2-7B, by the allocator's rules, %": 100 * (rounded / exact - 1)},
+        "Needs torch.cuda.memory_stats of a running engine on a card. Weights and pool are few large tensors, which "
+        "the allocator rounds by what is shown; only the activations' segments can be reserved beyond.",
+    )

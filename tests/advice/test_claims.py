@@ -1,0 +1,97 @@
+"""Each claim has a verdict that follows from its numbers; some numbers are worked out here by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from labkit.advice.claims import claim_ids, judge, judge_all
+from labkit.errors import UnknownNameError
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    return {verdict.claim: verdict for verdict in judge_all()}
+
+
+def test_all_thirty_in_order_each_with_numbers_and_a_way_back(verdicts):
+    assert tuple(verdicts) == claim_ids() == tuple(f"C{number:02d}" for number in range(1, 31))
+    for verdict in verdicts.values():
+        assert verdict.numbers
+        assert verdict.conditions.endswith(".")
+        assert verdict.how_to_rerun == f"labkit claims {verdict.claim}"
+        assert verdict.verdict in ("holds", "wrong", "depends", "not tested")
+
+
+def test_only_what_needs_a_card_is_left(verdicts):
+    assert [verdict.claim for verdict in verdicts.values() if verdict.verdict == "not tested"] == ["C19"]
+
+
+def test_kv_bytes_by_hand(verdicts):
+    # Qwen2-0.5B: 24 layers, 2 KV heads of 64; Qwen3-Embedding-0.6B: 28 layers, 8 KV heads of 128.
+    assert verdicts["C10"].numbers["real, GiB"] == pytest.approx(64 * 4096 * 24 * 2 * 64 * 2 * 2 / GIB)
+    assert verdicts["C10"].numbers["formula over real"] == pytest.approx(896 / 128)
+    assert verdicts["C11"].numbers["real, GB"] == pytest.approx(32768 * 28 * 8 * 128 * 2 * 2 / 1e9, rel=1e-3)
+    assert (verdicts["C10"].verdict, verdicts["C11"].verdict) == ("wrong", "wrong")
+
+
+def test_block_tables_by_hand(verdicts):
+    # 256 requests of 4,096 entries of 4 bytes.
+    assert verdicts["C04"].numbers["block tables at block 8, MiB"] == 4.0
+
+
+def test_smaller_blocks_waste_less(verdicts):
+    shares = list(verdicts["C05"].numbers.values())
+    assert shares == sorted(shares, reverse=True)
+    assert min(shares) > 90
+
+
+def test_fp8_halves_and_awq_does_not_touch_kv(verdicts):
+    assert verdicts["C07"].verdict == "holds"
+    assert set(list(verdicts["C07"].numbers.values())[:2]) == {0.5}
+    assert verdicts["C08"].numbers["bytes of a KV block, 16 bit"] == verdicts["C08"].numbers["bytes of a KV block, AWQ"]
+
+
+def test_graphs_matter_where_steps_are_short(verdicts):
+    small, large, graphs = verdicts["C24"].numbers.values()
+    assert small > 5 > large >= 0
+    assert graphs > 0
+
+
+def test_more_requests_than_the_budget_allows_run_at_once(verdicts):
+    assert all(count > 8 for count in verdicts["C16"].numbers.values())
+
+
+def test_a_knob_that_vllm_lost_is_named(verdicts):
+    for claim in ("C21", "C25"):
+        assert "no" in verdicts[claim].numbers.values()
+
+
+def test_unknown_claims_are_refused_with_the_nearest():
+    with pytest.raises(UnknownNameError, match="C31"):
+        judge("C31")
+    assert judge(" c06 ").claim == "C06"
+
+
+def test_verdicts_repeat():
+    assert judge("C05") == judge("C05")
+
+
+def test_results_and_page_are_what_the_code_gives(verdicts):
+    stored = json.loads((ROOT / "results" / "claims.json").read_text(encoding="utf-8"))
+    for row in stored["rows"]:
+        assert row["verdict"] == verdicts[row["claim"]].verdict
+        assert row["numbers"].keys() == verdicts[row["claim"]].numbers.keys()
+        if row["method"] != "timing on this CPU":
+            for name, value in verdicts[row["claim"]].numbers.items():
+                assert row["numbers"][name] == (value if isinstance(value, str) else pytest.approx(value, rel=0.02))
+    spec = importlib.util.spec_from_file_location("make_claims_page", ROOT / "tools" / "make_claims_page.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert (ROOT / "docs" / "claims.md").read_text(encoding="utf-8") == tool.page(stored)
