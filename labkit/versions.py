@@ -10,6 +10,7 @@ from importlib import metadata
 import psutil
 
 from labkit.format import memory
+from labkit.text import plain
 
 PACKAGES = (
     "labkit",
@@ -63,3 +64,13 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.machine()
+
+
+def cuda_of_version_file(text: str | None) -> str | None:
+    """`cuda = '12.8'` of torch/version.py."""
+    for line in (text or "").splitlines():
+        name, _, value = line.partition("=")
+        if name.partition(":")[0].strip() == "cuda":
+            word = plain(value.strip().strip("'\""), 20)
+            return None if word == "None" else word
+    return None

@@ -25,7 +25,7 @@ import psutil
 
 from labkit.doctor.nvml_facts import NvmlFacts, read_nvml
 from labkit.specs.hub_probe import hub_answers
-from labkit.text import plain
+from labkit.versions import cuda_of_version_file
 
 MAX_TEXT = 256 * 1024
 _LIBRARY_FOLDERS = (
@@ -217,16 +217,6 @@ class Machine:
             return Output(error.code, "")
         except (OSError, ValueError, HTTPException):
             return None
-
-
-def cuda_of_version_file(text: str | None) -> str | None:
-    """`cuda = '12.8'` of torch/version.py."""
-    for line in (text or "").splitlines():
-        name, _, value = line.partition("=")
-        if name.partition(":")[0].strip() == "cuda":
-            word = plain(value.strip().strip("'\""), 20)
-            return None if word == "None" else word
-    return None
 
 
 @dataclass(frozen=True)

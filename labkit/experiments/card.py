@@ -8,6 +8,7 @@ from pathlib import Path
 
 from labkit.specs import load_gpu
 from labkit.specs.gpu_spec import GpuSpec
+from labkit.versions import cuda_of_version_file
 
 
 def runs_on(gpu: GpuSpec) -> bool:
@@ -23,7 +24,4 @@ def torch_has_cuda() -> bool:
     found = find_spec("torch")
     if found is None or found.origin is None:
         return False
-    names: dict[str, object] = {}
-    text = (Path(found.origin).parent / "version.py").read_text(encoding="utf-8")
-    exec(compile(text, "torch/version.py", "exec"), names)
-    return names.get("cuda") is not None
+    return cuda_of_version_file((Path(found.origin).parent / "version.py").read_text(encoding="utf-8")) is not None

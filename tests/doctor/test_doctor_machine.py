@@ -10,9 +10,10 @@ import pytest
 from labkit.doctor.accelerator import accelerator_checks
 from labkit.doctor.check import Check, Examination, joined
 from labkit.doctor.environment import environment_checks, hub_cache
-from labkit.doctor.machine import FixedMachine, Memory, Output, Package, System, TorchFacts, cuda_of_version_file
+from labkit.doctor.machine import FixedMachine, Memory, Output, Package, System, TorchFacts
 from labkit.doctor.nvml_facts import CardFacts, CardProcess, NvmlFacts
 from labkit.doctor.which_vllm import releases
+from labkit.versions import cuda_of_version_file
 
 GIB = 2**30
 H100 = CardFacts(
