@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import html
 import unicodedata
 from collections.abc import Iterable
 
@@ -25,11 +24,6 @@ def plain(text: object, limit: int = 500) -> str:
         if char in _BREAKS or (unicodedata.category(char) not in ("Cc", "Cs") and char not in _BIDI)
     )
     return cleaned if len(cleaned) <= limit else cleaned[: limit - 1] + "…"
-
-
-def escape_html(text: object, limit: int = 500) -> str:
-    """`text` for HTML content, attributes and plotly's pseudo-HTML labels."""
-    return html.escape(plain(text, limit), quote=True)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from labkit import format as shown
 from labkit.errors import DoesNotFitError, LabkitError, OutOfRangeError
 from labkit.files import write_atomic
-from labkit.text import escape_html, nearest, plain
+from labkit.text import nearest, plain
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,6 @@ def test_plain_text_is_one_line_without_control_characters(text):
 
 def test_plain_strips_escape_sequences_and_direction_overrides():
     assert plain("a\x1b]52;c;x\x07b\u202ec\nd") == "a]52;c;xbc d"
-
-
-def test_html_is_escaped():
-    assert escape_html("<img src=x onerror='a'>&") == "&lt;img src=x onerror=&#x27;a&#x27;&gt;&amp;"
 
 
 def test_nearest_ignores_case_and_gives_up_on_nonsense():

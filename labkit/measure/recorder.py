@@ -38,11 +38,6 @@ class RunRecorder:
         self._new_requests: list[RequestRow] = []
         self._new_steps: list[StepRow] = []
 
-    @property
-    def num_offered(self) -> int:
-        """Requests that were offered so far, refused ones included."""
-        return len(self._open) + self.num_finished
-
     def offer(self, request_id: int, arrival_s: float, input_tokens: int) -> None:
         """A request arrived, `arrival_s` after the start of the run."""
         self._open[request_id] = _Offered(arrival_s, input_tokens)
