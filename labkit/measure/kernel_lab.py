@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -88,12 +89,25 @@ class LabResult:
         return {point.block_size: point for point in self.lines if point.variant == variant}
 
 
-def lab_settings(card: str = "auto", **values: object) -> LabSettings:
-    """`LabSettings` for a card by name; "auto" on a machine without one is the H100, simulated."""
+def lab_settings(card: str = "auto", otherwise: str = "H100", **values: object) -> LabSettings:
+    """`LabSettings` for a card by name; "auto" on a machine without one is the card `otherwise`, simulated."""
     gpu = load_gpu(card)
     if gpu.is_cpu:
-        gpu = load_gpu("H100")
+        gpu = load_gpu(otherwise)
     return replace(LabSettings(gpu), **values)  # type: ignore[arg-type]
+
+
+def card_count(gpu: GpuSpec) -> Count | None:
+    """What counts launches on `gpu` where that card is here and torch can use it, else None."""
+    if gpu.origin != "nvml":
+        return None
+    import torch  # and triton with the kernels: only where there is a card
+
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return None
+    from labkit.measure.kernel_launches import CardCounter
+
+    return CardCounter()
 
 
 def run_lab(

@@ -11,7 +11,7 @@ from labkit import format as fmt
 from labkit.errors import LabkitError, OutOfRangeError
 from labkit.figures import kernel_lab as pictures
 from labkit.figures.tables import make_table
-from labkit.measure.kernel_lab import Count, LabResult, LabSettings, lab_settings, run_lab
+from labkit.measure.kernel_lab import Count, LabResult, LabSettings, card_count, lab_settings, run_lab
 from labkit.measure.l2_claims import ClaimVerdict, judge_claims
 from labkit.specs.gpu_catalogue import catalogue_gpu, gpu_names
 from labkit.widgets.parts import Chart, DataTable, PlotlyLibrary, Screen, TextLine
@@ -19,27 +19,32 @@ from labkit.widgets.parts import Chart, DataTable, PlotlyLibrary, Screen, TextLi
 DTYPES = ("bfloat16", "fp8", "int8_per_token_head", "float16")
 GROUPS = (1, 2, 4, 8)
 MAX_BLOCK_SIZES = 12
+NUM_CLAIMS = 4
 
 
 class KernelLab(ipw.VBox):
     """Counts one decode step over block sizes, head packing and shared prefixes, and judges what is said about them.
 
     Args:
-        card: a catalogue name, or "auto" for the card that is here (without one: the H100, simulated).
-        count: gives the counters of a launch; None simulates. Used for the card that is here only.
+        card: a catalogue name, or "auto" for the card that is here.
+        otherwise: the card that is simulated where "auto" finds none.
+        count: gives the counters of a launch on that card; None measures where it is here and simulates elsewhere.
         settings: `LabSettings` fields to begin with.
     """
 
-    def __init__(self, card: str = "auto", count: Count | None = None, **settings: Any) -> None:
-        self._settings = lab_settings(card, **settings)
-        self._count, self._own_card = count, self._settings.gpu.name
+    def __init__(
+        self, card: str = "auto", *, otherwise: str = "H100", count: Count | None = None, **settings: Any
+    ) -> None:
+        self._settings = lab_settings(card, otherwise, **settings)
+        self._count, self._own_card = count or card_count(self._settings.gpu), self._settings.gpu.name
         self._lock = threading.RLock()
         self.result: LabResult | None = None
         self.verdicts: tuple[ClaimVerdict, ...] = ()
         self._make_controls()
         self.screen, self.chart, self.heat = Screen(), Chart(), Chart()
         self.status, self.conclusion = TextLine(role="status"), TextLine(role="status", classes=("lk-answer",))
-        self.claims, self.table = DataTable(), DataTable(folded="the numbers as a table")
+        self.claims = tuple(TextLine() for _ in range(NUM_CLAIMS))
+        self.table = DataTable(folded="the numbers as a table")
         rows = [
             ipw.Box([self.card, self.num_seqs, self.context_len, self.kv_cache_dtype]),
             ipw.Box([self.group, self.prefix_percent, self.block_sizes, self.run_button]),
@@ -47,7 +52,7 @@ class KernelLab(ipw.VBox):
         for row in rows:
             row.add_class("lk-bar")
         super().__init__([PlotlyLibrary(), self.screen, *rows, self.status, self.conclusion, self.chart, self.heat,
-                          self.claims, self.table])  # fmt: skip
+                          *self.claims, self.table])  # fmt: skip
         self.add_class("lk-panel")
         self.run_button.on_click(lambda _: self.run())
         self.screen.observe(lambda _: self._draw(), ["theme", "narrow"])
@@ -130,4 +135,6 @@ class KernelLab(ipw.VBox):
             self.chart.show(pictures.draw_kernel_lab(info, self.screen.theme, self.screen.narrow), sentence)
             self.heat.show(pictures.draw_hit_map(info, self.screen.theme), "L2 hit rate by block size and prefix")
             self.table.show(pictures.table(info) if self.result else make_table([], []))
-            self.claims.show(pictures.claims_table(self.verdicts) if self.verdicts else make_table([], []))
+            for line, verdict in zip(self.claims, self.verdicts, strict=False):
+                line.say(f"{verdict.evidence} [{verdict.method.split(' ')[0]}, {verdict.card}]",
+                         heading=f"{verdict.claim_id} {verdict.finding}: {verdict.claim}")  # fmt: skip

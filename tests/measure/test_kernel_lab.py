@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from labkit.errors import OutOfRangeError
-from labkit.measure.kernel_lab import LINE_VARIANTS, LabPoint, lab_settings, run_lab
+from labkit.measure.kernel_lab import LINE_VARIANTS, LabPoint, card_count, lab_settings, run_lab
 from labkit.measure.l2_claims import UNPACKED, judge_claims, recorded_counters
 from labkit.measure.run_record import Counters
 
@@ -91,6 +91,7 @@ def test_settings_are_checked():
         with pytest.raises(OutOfRangeError):
             lab_settings("A10", **wrong)
     assert not lab_settings("auto").gpu.is_cpu
+    assert card_count(lab_settings("A10").gpu) is None
 
 
 def test_recorded_counters_have_a_source():

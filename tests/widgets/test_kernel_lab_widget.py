@@ -15,7 +15,8 @@ def test_run_shows_points_and_verdicts():
     assert lab.conclusion.text == "Nothing was counted yet."
     lab.run_button.click()
     assert lab.status.text == "10 launches, simulated."
-    assert [row[0] for row in lab.claims.rows] == ["C01", "C02", "C03", "C28"]
+    assert [line.heading[:3] for line in lab.claims] == ["C01", "C02", "C03", "C28"]
+    assert all(line.text.endswith("[simulated, A10]") for line in lab.claims)
     assert lab.conclusion.text.startswith("A10, simulated")
     assert lab.chart.figure["data"][0]["x"] == ["16", "32"]
     assert lab.heat.figure["data"][0]["type"] == "heatmap"

@@ -1,0 +1,244 @@
+"""Compares the simulated L2 with counters of the card that is here; usage: python -m labkit.measure.validate_l2 OUT.
+
+Counts every point in this process, some of them under ncu too, fits what counts of the L2 to the counts, and writes the
+table with the bars that it is held to. One card, about three minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from labkit.errors import LabkitError
+from labkit.measure.attention_shape import AttentionShape
+from labkit.measure.counters import CORE_METRICS, Counted, to_counters
+from labkit.measure.l2_calibration import L2Calibration, load_l2_calibration
+from labkit.measure.l2_model import BatchShape
+from labkit.measure.l2_simulator import simulate_attention
+from labkit.measure.run_record import Counters
+from labkit.results import at_least, at_most, write_results
+from labkit.specs.gpu_spec import GpuSpec
+
+UNPACKED = "one program for each query head"
+CAPACITY_SHARES = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 1.0)
+WAYS: tuple[int | None, ...] = (None, 4, 16)
+# Points that ncu counts as well: plain, unpacked, shared and prefill.
+NCU_POINTS = ("decode 64 × 4096 block 16 bfloat16", "decode 64 × 4096 group 4 unpacked", "shared 50 % of 32 × 4096",
+              "prefill 4 × 2048 over 2048")  # fmt: skip
+NCU_KERNEL = "regex:_decode_kernel|_prefill_kernel"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One launch to be compared."""
+
+    name: str
+    shape: AttentionShape
+    variant: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A point with its counters, both ways; `counted` is the card's."""
+
+    point: Point
+    counted: Counters
+    simulated: Counters
+
+    @property
+    def hit_error(self) -> float:
+        """Simulated less counted hit rate, in percentage points."""
+        return 100 * (self.simulated.l2_hit_rate - self.counted.l2_hit_rate)
+
+    @property
+    def bytes_error(self) -> float:
+        """Simulated over counted DRAM bytes less one, in percent."""
+        return 100 * (self.simulated.dram_bytes / self.counted.dram_bytes - 1)
+
+
+def points() -> tuple[Point, ...]:
+    """The grid: block size, KV type, packing, group, shared prefix, prefill and batch size."""
+    decode, found = BatchShape.decode, []
+    for block, dtype in itertools.product((8, 16, 32, 64, 128, 256), ("bfloat16", "fp8")):
+        shape = AttentionShape(decode(64, 4096), block_size=block, kv_cache_dtype=dtype)
+        found.append(Point(f"decode 64 × 4096 block {block} {dtype}", shape, "full"))
+    for block in (16, 32, 64, 128):
+        shape = AttentionShape(decode(64, 4096), block_size=block)
+        found.append(Point(f"decode 64 × 4096 tile = block {block}", shape, "tile = block"))
+    for group, (variant, word) in itertools.product((1, 2, 4, 8), (("full", "packed"), (UNPACKED, "unpacked"))):
+        shape = AttentionShape(decode(64, 4096), num_heads=8 * group)
+        found.append(Point(f"decode 64 × 4096 group {group} {word}", shape, variant))
+    for percent, variant in itertools.product((0, 25, 50, 75, 100), ("full", UNPACKED)):
+        shape = AttentionShape(decode(32, 4096, 4096 * percent // 100))
+        word = "" if variant == "full" else " unpacked"
+        found.append(Point(f"shared {percent} % of 32 × 4096{word}", shape, variant))
+    for percent, block in itertools.product((25, 50, 95), (16, 128)):
+        shape = AttentionShape(decode(32, 8192, 8192 * percent // 100), block_size=block)
+        found.append(Point(f"prefix kernel {percent} % of 32 × 8192 block {block}", shape, "shared prefix"))
+    for batch, dtype in itertools.product((1, 4, 16, 128, 256), ("bfloat16", "fp8")):
+        context = 32768 if batch == 1 else 1024 if batch >= 128 else 8192
+        shape = AttentionShape(decode(batch, context), kv_cache_dtype=dtype)
+        found.append(Point(f"decode {batch} × {context} {dtype}", shape, "full"))
+    for (batch, new, cached), group in itertools.product(
+        ((1, 8192, 0), (1, 2048, 14336), (4, 2048, 2048), (16, 512, 2048), (4, 512, 8192)), (1, 4)
+    ):
+        shape = AttentionShape(BatchShape((new + cached,) * batch, (new,) * batch), num_heads=8 * group)
+        found.append(
+            Point(f"prefill {batch} × {new} over {cached}{'' if group == 4 else ' group 1'}", shape, "prefill")
+        )
+    for shared in (1024, 2048):
+        shape = AttentionShape(BatchShape((2560,) * 16, (512,) * 16, shared))
+        found.append(Point(f"prefill 16 × 512 over 2048, {shared} shared", shape, "prefill"))
+    return tuple(found)
+
+
+def fit(gpu: GpuSpec, counted: Sequence[tuple[Point, Counters]]) -> L2Calibration:
+    """The share of the L2 and the ways with the smallest mean error of the hit rate."""
+    base = load_l2_calibration(gpu)
+
+    def error(calibration: L2Calibration) -> float:
+        return statistics.fmean(abs(each.hit_error) for each in compare(gpu, counted, calibration))
+
+    tried = [replace(base, capacity_share=share, ways=ways) for share in CAPACITY_SHARES for ways in WAYS]
+    return replace(min(tried, key=error), calibrated=True, source=f"fitted to {len(counted)} counted launches")
+
+
+def compare(
+    gpu: GpuSpec, counted: Sequence[tuple[Point, Counters]], calibration: L2Calibration
+) -> tuple[Compared, ...]:
+    """Each counted point beside its simulation."""
+    return tuple(
+        Compared(point, counters, simulate_attention(point.shape, gpu, point.variant, calibration=calibration).counters)
+        for point, counters in counted
+    )
+
+
+def summary(compared: Sequence[Compared], agreement: Sequence[tuple[float, float]]) -> dict[str, dict[str, Any]]:
+    """The bars: at least 60 points, hit rate within 3 points mean and 8 worst, DRAM bytes within 5 % mean; both
+    measuring methods within 1 point and 2 % of bytes of each other."""
+    hits = [abs(each.hit_error) for each in compared]
+    volumes = [abs(each.bytes_error) for each in compared]
+    return {
+        "points": at_least(len(compared), 60),
+        "hit_rate_mean_error_points": at_most(statistics.fmean(hits) if hits else None, 3),
+        "hit_rate_worst_error_points": at_most(max(hits, default=None), 8),
+        "dram_bytes_mean_error_percent": at_most(statistics.fmean(volumes) if volumes else None, 5),
+        "methods_hit_rate_differ_points": at_most(max((abs(a) for a, _ in agreement), default=None), 1),
+        "methods_dram_bytes_differ_percent": at_most(max((abs(b) for _, b in agreement), default=None), 2),
+    }
+
+
+def count_all(gpu: GpuSpec) -> tuple[list[tuple[Point, Counters]], list[dict[str, Any]]]:
+    """Counters of every point that the card lets count, and rows for those that it does not."""
+    import torch
+
+    from labkit.measure.kernel_launches import CardCounter
+
+    counter, counted, refused = CardCounter(), [], []
+    for point in points():
+        begin = time.perf_counter()
+        try:
+            result = counter.count(point.shape, gpu, point.variant)
+        except (LabkitError, ValueError, RuntimeError) as error:
+            refused.append({"name": point.name, "error": str(error)[:300]})
+            continue
+        finally:
+            torch.cuda.empty_cache()
+        if result.counters is None or not result.counters.method.startswith("measured"):
+            refused.append({"name": point.name, "error": "; ".join(result.notes)[:600]})
+            continue
+        counted.append((point, result.counters))
+        spent = time.perf_counter() - begin
+        print(f"{point.name}: {100 * result.counters.l2_hit_rate:.2f} % hits in {spent:.1f} s", flush=True)
+    return counted, refused
+
+
+def replay(name: str) -> None:
+    """Launch one point twice, the first to warm up: what ncu profiles."""
+    import torch
+
+    from labkit.measure.kernel_launches import FLUSH_BYTES, make_inputs, prepare_launch
+
+    point = next(each for each in points() if each.name == name)
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    call = prepare_launch(point.shape, point.variant, make_inputs(point.shape))
+    for _ in range(2):
+        flush.zero_()
+        call()
+    torch.cuda.synchronize()
+
+
+def count_with_ncu(card: str, name: str) -> Counted:
+    """One point under ncu, its last launch."""
+    from labkit.measure.ncu import run_ncu
+
+    command = [sys.executable, "-m", "labkit.measure.validate_l2", "--replay", name]
+    try:
+        kernels = run_ncu(command, CORE_METRICS, kernel=NCU_KERNEL)
+        return Counted(to_counters(kernels[-1].metrics, "measured (ncu on a replay)", card))
+    except (LabkitError, IndexError) as error:
+        return Counted(notes=(str(error),))
+
+
+def validate(out: str) -> int:
+    """Count, fit, compare, write; 0 where every bar is met."""
+    import torch
+
+    from labkit.specs.gpu_loading import load_gpu
+
+    gpu = load_gpu("auto")
+    counted, refused = count_all(gpu)
+    agreement, twice = [], []
+    by_name = {point.name: counters for point, counters in counted}
+    for name in NCU_POINTS:
+        other = count_with_ncu(gpu.name, name)
+        here = by_name.get(name)
+        twice.append({"name": name, "cupti": here and asdict(here), "ncu": other.counters and asdict(other.counters),
+                      "notes": other.notes})  # fmt: skip
+        if here and other.counters:
+            agreement.append((100 * (other.counters.l2_hit_rate - here.l2_hit_rate),
+                              100 * (other.counters.dram_bytes / here.dram_bytes - 1)))  # fmt: skip
+    calibration = fit(gpu, counted) if counted else load_l2_calibration(gpu)
+    compared = compare(gpu, counted, calibration)
+    rows = [
+        {"name": each.point.name, "variant": each.point.variant, "kv_bytes": each.point.shape.kv_bytes,
+         "counted": asdict(each.counted), "simulated": asdict(each.simulated), "hit_error_points": each.hit_error,
+         "dram_bytes_error_percent": each.bytes_error}
+        for each in compared
+    ]  # fmt: skip
+    bars = summary(compared, agreement)
+    write_results(
+        out, command=f"python -m labkit.measure.validate_l2 {out}", rows=rows, summary=bars,
+        card=torch.cuda.get_device_name(), calibration=asdict(calibration), refused=refused, both_methods=twice,
+    )  # fmt: skip
+    for name, entry in bars.items():
+        print(f"{name}: {entry['value']} {'met' if entry['ok'] else 'missed'}")
+    return 0 if all(entry["ok"] for entry in bars.values()) else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: OUT.json, or --replay POINT for ncu."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", nargs="?", help="where the table goes, such as results/counters.json")
+    parser.add_argument("--replay", help="launch one point only, for ncu")
+    options = parser.parse_args(arguments)
+    if options.replay:
+        replay(options.replay)
+        return 0
+    if not options.out:
+        parser.error("OUT is missing")
+    try:
+        return validate(options.out)
+    except LabkitError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

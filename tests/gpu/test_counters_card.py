@@ -1,0 +1,121 @@
+"""Counters, memory and NVML on a card: against arithmetic, against each other, and against ncu where it is."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from labkit.measure import validate_l2
+from labkit.measure.allocator import AllocatorTimeline, recorded_allocations, trace_timeline, write_torch_snapshot
+from labkit.measure.attention_shape import AttentionShape
+from labkit.measure.card_ceilings import measure_ceilings
+from labkit.measure.counters import CORE_METRICS, METRICS, OCCUPANCY, counters
+from labkit.measure.kernel_launches import CardCounter
+from labkit.measure.l2_model import BatchShape
+from labkit.measure.nvml_sampler import NvmlSampler
+from labkit.measure.roofline import card_ceilings
+from labkit.specs.gpu_loading import load_gpu
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    return load_gpu("auto")
+
+
+@pytest.fixture(scope="module")
+def counter():
+    return CardCounter()
+
+
+def count(counter, gpu, variant="full", batch=None, **shape):
+    result = counter.count(AttentionShape(batch or BatchShape.decode(64, 4096), **shape), gpu, variant)
+    if not result.counters.method.startswith("measured"):
+        pytest.skip(f"this card does not let count: {result.notes}")
+    return result
+
+
+def test_decode_reads_every_byte_once(counter, gpu):
+    found = count(counter, gpu).counters
+    assert found.dram_bytes == pytest.approx(64 * 4096 * 8 * 512, rel=0.02)
+    assert found.l2_hit_rate < 0.05
+    assert found.method == "measured (CUPTI range profiler)"
+
+
+def test_a_program_for_each_query_head_hits_three_quarters(counter, gpu):
+    found = count(counter, gpu, "one program for each query head").counters
+    assert found.l2_hit_rate == pytest.approx(0.75, abs=0.03)
+    assert found.dram_bytes == pytest.approx(64 * 4096 * 8 * 512, rel=0.03)
+
+
+def test_all_metrics_are_there(counter, gpu):
+    values = count(counter, gpu).values
+    assert set(CORE_METRICS) <= set(values) <= set(METRICS)
+    if OCCUPANCY in values:
+        assert 0 < values[OCCUPANCY] <= 1
+
+
+def test_code_that_runs_once(gpu):
+    x = torch.ones(2**28, device="cuda")
+    x.sum()
+    with counters(card=gpu.name) as counting:
+        x.sum()
+    if counting.result.counters is None:
+        pytest.skip(f"this card does not let count: {counting.result.notes}")
+    assert counting.result.counters.dram_bytes == pytest.approx(2**30, rel=0.03)
+
+
+def test_a_second_profiler_is_refused_in_one_line(gpu):
+    other = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    with other, counters(card=gpu.name) as counting:
+        torch.ones(2**20, device="cuda").sum()
+    assert all("\n" not in note for note in counting.result.notes)
+
+
+@pytest.mark.parametrize("name", validate_l2.NCU_POINTS[:2])
+def test_both_methods_agree(counter, gpu, name):
+    if shutil.which("ncu") is None:
+        pytest.skip("ncu is not installed")
+    point = next(each for each in validate_l2.points() if each.name == name)
+    here = count(counter, gpu, point.variant, batch=point.shape.batch).counters
+    other = validate_l2.count_with_ncu(gpu.name, name)
+    if other.counters is None:
+        pytest.skip(f"ncu does not count here: {other.notes}")
+    assert other.counters.l2_hit_rate == pytest.approx(here.l2_hit_rate, abs=0.01)
+    assert other.counters.dram_bytes == pytest.approx(here.dram_bytes, rel=0.02)
+
+
+def test_the_allocators_trace_ends_where_its_statistics_are(tmp_path):
+    timeline = AllocatorTimeline()
+    with recorded_allocations():
+        kept = [torch.empty(2**20 * size, device="cuda") for size in (1, 3, 5)]
+        del kept[1]
+        torch.cuda.synchronize()
+        entries = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        end = timeline.look()
+        path = write_torch_snapshot(tmp_path / "snapshot.pickle")
+    states = trace_timeline(entries, end)
+    assert states[-1].allocated_bytes == end.allocated_bytes == torch.cuda.memory_allocated()
+    assert max(state.allocated_bytes for state in states) - end.allocated_bytes >= 3 * 2**22
+    assert path.stat().st_size > 0
+
+
+def test_nvml_while_the_card_works(gpu):
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    with NvmlSampler(gpu.uuid, 0.02) as sampler:
+        for _ in range(200):
+            x @ x
+        torch.cuda.synchronize()
+    summary = sampler.stop()
+    assert summary.num_samples >= 3
+    assert summary.energy_j is None or summary.energy_j > 0
+    assert summary.max_memory_used_bytes is None or summary.max_memory_used_bytes > x.nbytes
+
+
+def test_ceilings_are_near_the_data_sheet(gpu):
+    measured, sheet = measure_ceilings(), card_ceilings(gpu)
+    assert measured.read_bytes_per_s == pytest.approx(sheet.read_bytes_per_s, rel=0.2)
+    assert sheet.flops_per_s is None or 0.3 * sheet.flops_per_s < measured.flops_per_s < 1.05 * sheet.flops_per_s
