@@ -14,7 +14,7 @@ from itertools import groupby
 import numpy as np
 
 from labkit.engine.batch import ScheduledBatch
-from labkit.engine.engine import Engine, StepResult
+from labkit.engine.engine import Engine, RequestOutput, StepResult
 from labkit.engine.sampling_params import EngineRequest
 from labkit.engine.scheduler import Scheduler
 from labkit.engine.sequence import Sequence
@@ -93,15 +93,20 @@ def _pairs(queries: np.ndarray, ends: np.ndarray, window: int) -> float:
 
 @dataclass(frozen=True)
 class Jump:
-    """Steps that were taken together; arrays of one entry a step, fields as in `StepRow`."""
+    """Steps that were taken together; arrays of one entry a step, fields as in `StepRow`.
+
+    `num_decode_tokens` is the same in all; only the last step can end requests, which are `finished`.
+    """
 
     start_s: np.ndarray
     duration_s: np.ndarray
     num_blocks_used: np.ndarray
     num_blocks_cached: np.ndarray
     num_tokens_stored: np.ndarray
-    num_running: int
+    num_running: np.ndarray
+    num_decode_tokens: int
     num_waiting: int
+    finished: tuple[RequestOutput, ...]
 
 
 class VirtualEngine(Engine):
@@ -135,24 +140,28 @@ class VirtualEngine(Engine):
         self._is_settled = not changed and result.num_decode_tokens == result.num_running
         return result
 
-    def jump(self, until_s: float) -> Jump | None:
-        """Take all the steps in which nothing but decode happens and that begin before `until_s`; None when there
-        are not even two: the next one must be a `step`."""
+    def jump(self, until_s: float, extra_steps: int = 0) -> Jump | None:
+        """Take all the steps in which nothing but decode happens and that begin before `until_s`, up to the one in
+        which a request ends; None when the next one must be a `step`.
+
+        Args:
+            extra_steps: so many more, begun after `until_s`.
+        """
         running = self._scheduler.running
         # What could not be let in stays out until a request ends: growth only takes blocks.
-        if not running or not (self._is_settled or not self._scheduler.waiting):
+        if not running or self._finished or not (self._is_settled or not self._scheduler.waiting):
             return None
         if any(entry.num_tokens_to_compute != 1 or not entry.num_output_tokens for entry in running):
             return None
         computed = np.array([entry.num_computed_tokens for entry in running])
         room = np.array([len(entry.block_table) for entry in running]) * self._scheduler.pool.block_size
-        num_steps = min(_MOST_STEPS, min(entry.max_tokens - entry.num_output_tokens for entry in running) - 1)
+        num_steps = min(_MOST_STEPS, min(entry.max_tokens - entry.num_output_tokens for entry in running))
         num_steps = self._steps_with_blocks(computed, room, num_steps)
-        if num_steps < 2:
+        if num_steps < 1:
             return None
         seconds = self.gpu.model.decode_seconds(computed + 1.0, num_steps)
         ends = self.gpu.now_s + np.cumsum(seconds)
-        num_steps = 1 + int(np.searchsorted(ends[:-1], until_s, side="left"))
+        num_steps = min(num_steps, 1 + int(np.searchsorted(ends[:-1], until_s, side="left")) + extra_steps)
         return self._take(computed, room, seconds[:num_steps], ends[:num_steps])
 
     def _steps_with_blocks(self, computed: np.ndarray, room: np.ndarray, num_steps: int) -> int:
@@ -195,7 +204,27 @@ class VirtualEngine(Engine):
         self.gpu.now_s = times[-1]
         taken = np.arange(1, num_steps + 1) * len(running)
         stored = used * pool.block_size - (waste + (used - before) * pool.block_size - taken)
-        return Jump(ends - seconds, seconds, used, cached, stored, len(running), len(scheduler.waiting))
+        counts = np.full(num_steps, len(running))
+        finished = self._end_complete(running)
+        if finished:
+            counts[-1], used[-1], cached[-1] = len(scheduler.running), pool.num_used, pool.num_cached
+            room_left = sum(
+                len(entry.block_table) * pool.block_size - entry.num_computed_tokens for entry in scheduler.running
+            )
+            stored[-1] = pool.num_used * pool.block_size - room_left
+        return Jump(
+            ends - seconds, seconds, used, cached, stored, counts, len(running), len(scheduler.waiting), finished
+        )
+
+    def _end_complete(self, running: SequenceOf[Sequence]) -> tuple[RequestOutput, ...]:
+        """End the requests that have all their tokens."""
+        for entry in running:
+            if entry.num_output_tokens >= entry.max_tokens:
+                self._scheduler.finish(entry, "length")
+                self._report(entry)
+                self._is_settled = False
+        finished, self._finished = tuple(self._finished), []
+        return finished
 
     def _block_event(self, sequence: Sequence, num_computed_tokens: int, is_full: bool) -> None:
         if is_full:

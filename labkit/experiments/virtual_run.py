@@ -24,7 +24,7 @@ from labkit.specs.model_spec import ModelSpec
 from labkit.specs.workload import Workload
 
 IsCancelled = Callable[[], bool]
-_ASK_EVERY = 64
+_ASK_EVERY = 16
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,8 @@ class VirtualRun:
 
     def _advance(self) -> None:
         waits = self._offer_at_step >= 0
-        jump = None if waits else self._engine.jump(self._ready_s())
+        ready_s = self._ready_s()
+        jump = None if waits else self._engine.jump(ready_s, self._queued_steps)
         if jump is None:
             result = self._engine.step()
             self._steps_seen += 1
@@ -198,10 +199,15 @@ class VirtualRun:
                 self._steps.append(step_row(result))
             self._requests += [request_row(output) for output in result.finished]
             self._map_blocks(result.num_blocks_used)
-        else:
-            self._steps_seen += len(jump.start_s)
-            self._steps += jump_rows(jump)
-            self._map_blocks(int(jump.num_blocks_used[-1]))
+            return
+        self._steps_seen += len(jump.start_s)
+        if self._engine.gpu.now_s >= ready_s:
+            # The request was ready when the first of these steps ended.
+            late = int((jump.start_s + jump.duration_s >= ready_s).sum()) - 1
+            self._offer_at_step = self._steps_seen - late + self._queued_steps
+        self._steps += jump_rows(jump)
+        self._requests += [request_row(output) for output in jump.finished]
+        self._map_blocks(int(jump.num_blocks_used.max()))
 
     def _map_blocks(self, num_used: int) -> None:
         # Half as much again as the last map keeps the number of maps small however slowly the pool fills.
@@ -237,11 +243,14 @@ def step_row(result: StepResult) -> StepRow:
 
 def jump_rows(jump: Jump) -> list[StepRow]:
     """The rows of the steps of a jump."""
-    columns = (jump.start_s, jump.duration_s, jump.num_blocks_used, jump.num_blocks_cached, jump.num_tokens_stored)
-    count = jump.num_running
+    columns = (
+        jump.start_s, jump.duration_s, jump.num_running, jump.num_blocks_used, jump.num_blocks_cached,
+        jump.num_tokens_stored,
+    )  # fmt: skip
+    count = jump.num_decode_tokens
     return [
-        StepRow(start, seconds, count, 0, count, count, jump.num_waiting, used, cached, stored)
-        for start, seconds, used, cached, stored in zip(*(column.tolist() for column in columns), strict=True)
+        StepRow(start, seconds, count, 0, count, running, jump.num_waiting, used, cached, stored)
+        for start, seconds, running, used, cached, stored in zip(*(column.tolist() for column in columns), strict=True)
     ]
 
 

@@ -118,10 +118,11 @@ def serve(engine: VirtualEngine, requests, arrivals, with_jumps):
             times |= {entry.request_id: entry.token_times_s for entry in result.finished}
         else:
             num_jumps += 1
-            n = jump.num_running
+            n = jump.num_decode_tokens
+            times |= {entry.request_id: entry.token_times_s for entry in jump.finished}
             for step in range(len(jump.start_s)):
                 rows.append((
-                    jump.start_s[step], n, 0, n, n, jump.num_waiting, jump.num_blocks_used[step],
+                    jump.start_s[step], n, 0, n, jump.num_running[step], jump.num_waiting, jump.num_blocks_used[step],
                     jump.num_blocks_cached[step], jump.num_tokens_stored[step], 0, 0,
                 ))  # fmt: skip
         engine.check() if engine.plan.engine == "labkit" else engine.scheduler.pool.check(
