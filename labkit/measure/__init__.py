@@ -7,20 +7,27 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from labkit.measure.allocator import AllocatorTimeline
+    from labkit.measure.attention_shape import AttentionShape
     from labkit.measure.l2_model import BatchShape, simulate_l2, simulate_l2_of_run
+    from labkit.measure.l2_simulator import simulate_attention
     from labkit.measure.memory_snapshot import measured_breakdown
     from labkit.measure.metrics import KvUse, goodput, kv_use
     from labkit.measure.nvml import EnergyMeter
+    from labkit.measure.nvml_sampler import NvmlSampler
     from labkit.measure.recorder import RunRecorder
     from labkit.measure.run_record import Counters, RequestRow, RunRecord, StepRow
     from labkit.measure.summary import RunSummary, summarize
 
 _PLACES = MappingProxyType(
     {
+        "AllocatorTimeline": "allocator",
+        "AttentionShape": "attention_shape",
         "BatchShape": "l2_model",
         "Counters": "run_record",
         "EnergyMeter": "nvml",
         "KvUse": "metrics",
+        "NvmlSampler": "nvml_sampler",
         "RequestRow": "run_record",
         "RunRecord": "run_record",
         "RunRecorder": "recorder",
@@ -29,16 +36,20 @@ _PLACES = MappingProxyType(
         "goodput": "metrics",
         "kv_use": "metrics",
         "measured_breakdown": "memory_snapshot",
+        "simulate_attention": "l2_simulator",
         "simulate_l2": "l2_model",
         "simulate_l2_of_run": "l2_model",
         "summarize": "summary",
     }
 )
 __all__ = [
+    "AllocatorTimeline",
+    "AttentionShape",
     "BatchShape",
     "Counters",
     "EnergyMeter",
     "KvUse",
+    "NvmlSampler",
     "RequestRow",
     "RunRecord",
     "RunRecorder",
@@ -47,6 +58,7 @@ __all__ = [
     "goodput",
     "kv_use",
     "measured_breakdown",
+    "simulate_attention",
     "simulate_l2",
     "simulate_l2_of_run",
     "summarize",

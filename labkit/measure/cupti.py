@@ -179,15 +179,17 @@ class RangeProfiler:
         support = call(c.DeviceSupported(cuDevice=device_index))
         if support.isSupported != SUPPORTED:
             raise CountersUnavailable("this card or its set-up has no counters for programs", works=_support(support))
-        chip = call(c.GetChipName(deviceIndex=device_index)).pChipName
+        # Chip name and availability image stay alive as long as the host object that was made from them.
+        self._chip = call(c.GetChipName(deviceIndex=device_index)).pChipName
         size = call(c.GetCounterAvailability(ctx=self._context)).counterAvailabilityImageSize
-        available = ctypes.create_string_buffer(size)
+        self._available = ctypes.create_string_buffer(size)
         call(c.GetCounterAvailability(
             ctx=self._context, counterAvailabilityImageSize=size,
-            pCounterAvailabilityImage=ctypes.addressof(available),
+            pCounterAvailabilityImage=ctypes.addressof(self._available),
         ))  # fmt: skip
         self._host = call(c.HostInitialize(
-            profilerType=c.RANGE_PROFILER_TYPE, pChipName=chip, pCounterAvailabilityImage=ctypes.addressof(available)
+            profilerType=c.RANGE_PROFILER_TYPE, pChipName=self._chip,
+            pCounterAvailabilityImage=ctypes.addressof(self._available),
         )).pHostObject  # fmt: skip
         call(c.HostConfigAddMetrics(pHostObject=self._host, ppMetricNames=self._names, numMetrics=len(self.metrics)))
         size = call(c.HostGetConfigImageSize(pHostObject=self._host)).configImageSize

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from labkit.measure.run_record import Counters
 from labkit.specs.gpu_spec import GpuSpec
 
 FLUSH_BYTES = 256 * 2**20
+REPEATS = 7
 _CACHE_TYPES = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": torch.bfloat16, "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8_per_token_head": torch.int8,
@@ -128,6 +130,26 @@ def prepare_launch(shape: AttentionShape, variant: str, inputs: KernelInputs) ->
     return lambda: paged_decode(q, k, v, inputs.tables, inputs.lens, scores, workspace=workspace, out=out)
 
 
+def graph_time_s(call: Callable[[], object], flush: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Median seconds of a CUDA-graph replay of `call` with a cold L2."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for begin, end in events:
+        flush()
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
+
+
 class CardCounter:
     """Counts launches on the card that is here, with a cold L2; usable as `count` of `run_lab`."""
 
@@ -145,7 +167,15 @@ class CardCounter:
             card=gpu.name, device_index=torch.cuda.current_device(),
             simulated=lambda: simulate_attention(shape, gpu, variant).counters,
         )  # fmt: skip
-        return scope.count(call, before=self._flush.zero_)
+        result = scope.count(call, before=self._flush.zero_)
+        if result.counters is None or not result.counters.method.startswith("measured"):
+            return result
+        # The range's own time has the launch from Python in it.
+        time_s = graph_time_s(call, self._flush.zero_)
+        timed = replace(
+            result.counters, kernel_time_s=time_s, dram_bytes_per_s=result.counters.dram_bytes / time_s
+        )  # fmt: skip
+        return replace(result, counters=timed)
 
     def __call__(self, shape: AttentionShape, gpu: GpuSpec, variant: str) -> Counters | None:
         """Counters of one launch, None for a launch that the kernels do not have."""

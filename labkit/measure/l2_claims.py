@@ -93,7 +93,7 @@ def _cache_line(result: LabResult) -> ClaimVerdict:
     small, large = full[16].counters, full[32].counters
     bytes_change = large.dram_bytes / small.dram_bytes - 1
     text = (
-        f"One token's K of one head is {row_bytes} bytes ({row_bytes / 128:g} of a line) in any block size; a block "
+        f"One token's K of one head is {row_bytes} bytes ({row_bytes / 128:g} × 128) in any block size; a block "
         f"only says where the next token is. From 16 to 32 the bytes read change by {100 * bytes_change:+.1f} %"
     )
     if result.method.startswith("measured"):

@@ -136,6 +136,22 @@ def test_a_long_trace_takes_tiles_together_and_says_the_same():
     assert coarse.asked_bytes == fine.asked_bytes
 
 
+def test_launch_order_is_the_kernels():
+    """paged_decode: item then query head; paged_prefill: row block from the last, KV head, split outermost."""
+    shape = AttentionShape(BatchShape((512, 256), (1, 1)), num_heads=4, num_kv_heads=2)
+    (decode,) = build_launches(shape, H200, UNPACKED)
+    assert decode.kv_head.tolist()[:8] == [0, 0, 1, 1] * 2
+    assert decode.sequence.tolist()[:8] == [0] * 4 + [1] * 4
+    rows = AttentionShape(BatchShape((64, 32), (64, 32)), num_heads=8, num_kv_heads=2)
+    (prefill,) = build_launches(rows, H200, "prefill")
+    assert prefill.sequence.tolist()[:3] == [1, 0, 0]
+    assert prefill.end.tolist()[:3] == [32, 64, 32]
+    assert prefill.kv_head.tolist()[:6] == [0, 0, 0, 1, 1, 1]
+    (split,) = build_launches(AttentionShape(BatchShape((8192,), (16,)), num_heads=8, num_kv_heads=2), H200, "prefill")
+    assert split.start.tolist()[:2] == [0, 0]
+    assert split.start.tolist()[2] == split.end.tolist()[0]
+
+
 def test_places_are_taken_as_they_become_free():
     assert start_steps(np.array([5, 2, 2, 9, 1]), 2).tolist() == [0, 0, 2, 4, 5]
     assert start_steps(np.array([3, 3, 3, 3, 3]), 2).tolist() == [0, 0, 3, 3, 6]
