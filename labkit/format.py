@@ -102,6 +102,6 @@ def change(before: float | None, after: float | None, unit: str = "") -> str:
     if before is None or after is None or not before:
         return MISSING
     percent = 100 * (after - before) / abs(before)
-    digits = f"{percent:+.1f}" if abs(percent) < 10 else f"{percent:+,.0f}"
+    digits = (f"{percent:+.1f}" if abs(percent) < 10 else f"{percent:+,.0f}").replace("-", "−")
     span = f"{number(before)} → {number(after)}"
     return f"{digits} % ({span} {unit})" if unit else f"{digits} % ({span})"
