@@ -166,3 +166,27 @@ def test_vllm_sends_back_the_youngest_and_keeps_no_room_for_growth(tiny_spec):
         finished |= {entry.request_id: entry for entry in engine.step().finished}
     assert [finished[index].num_preemptions for index in range(2)] == [0, 1]
     assert [len(finished[index].token_ids) for index in range(2)] == [8, 8]
+
+
+@pytest.mark.parametrize("rules", ["vllm", "labkit"])
+def test_a_long_prompt_takes_the_whole_budget_before_a_newcomer(rules, tiny_spec):
+    config = EngineConfig(block_size=4, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=16)
+    plan = replace(bare_plan(tiny_spec(), config, 40), engine=rules)
+    engine = virtual(plan)
+    for index, length in enumerate((40, 11)):
+        prompt = tuple(range(50 * index + 1, 50 * index + 1 + length))
+        engine.add_request(EngineRequest(index, prompt, SamplingParams(max_tokens=1, ignore_eos=True)))
+    counts_of_steps = []
+    while engine.has_unfinished:
+        counts_of_steps.append(engine.step().num_tokens)
+    assert counts_of_steps == [16, 16, 16, 3]
+
+
+@pytest.mark.parametrize("rules", ["vllm", "labkit"])
+def test_decode_goes_first_and_a_prompt_takes_what_is_left(rules, tiny_spec):
+    config = EngineConfig(block_size=4, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=8)
+    engine = virtual(replace(bare_plan(tiny_spec(), config, 60), engine=rules))
+    engine.add_request(EngineRequest(0, tuple(range(1, 5)), SamplingParams(max_tokens=60, ignore_eos=True)))
+    engine.add_request(EngineRequest(1, tuple(range(11, 41)), SamplingParams(max_tokens=2, ignore_eos=True)))
+    rows = [engine.step() for _ in range(4)]
+    assert [(row.num_prefill_tokens, row.num_decode_tokens) for row in rows] == [(8, 0), (7, 1), (7, 1), (7, 1)]

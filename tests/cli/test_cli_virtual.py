@@ -1,0 +1,49 @@
+"""`labkit simulate` and `labkit claims` as a user types them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from labkit.cli import app
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, list(words))
+
+
+def test_simulate_prints_speed_and_how_sure_it_is():
+    result = run("simulate", "--model", "Qwen/Qwen3-8B", "--gpu", "L40S", "--limit", "10", "--max-model-len", "8192")
+    assert result.exit_code == 0
+    assert "10 of 10 requests" in result.output
+    assert "simulated" in result.output
+    assert "nine in ten" in result.output.replace("\n", " ")
+
+
+def test_simulate_gives_the_record_as_json():
+    result = run("simulate", "--model", "Qwen/Qwen3-8B", "--gpu", "A10", "--limit", "3", "--engine", "labkit", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["record"]["origin"] == "simulated"
+
+
+def test_claims_by_name_as_text_and_json():
+    text = run("claims", "C06")
+    assert text.exit_code == 0
+    assert text.output.startswith("C06 WRONG")
+    rows = json.loads(run("claims", "c10", "C06", "--json").stdout)
+    assert [row["claim"] for row in rows] == ["C10", "C06"]
+
+
+def test_a_claims_file(tmp_path):
+    path = tmp_path / "claims.json"
+    assert run("claims", "C06", "--out", str(path)).exit_code == 0
+    assert json.loads(path.read_text())["rows"][0]["claim"] == "C06"
+
+
+@pytest.mark.parametrize("words", [("claims", "C99"), ("simulate", "--gpu", "cpu", "--limit", "2")])
+def test_what_cannot_be_is_refused(words):
+    result = run(*words)
+    assert result.exit_code != 0
+    assert type(result.exception).__name__ in ("UnknownNameError", "UnsupportedError")
