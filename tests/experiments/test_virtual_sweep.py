@@ -1,0 +1,43 @@
+"""A sweep on a virtual card: one record a combination, progress that counts up, and Cancel."""
+
+from __future__ import annotations
+
+import pytest
+
+from labkit.errors import OutOfRangeError
+from labkit.experiments.virtual_sweep import simulate_sweep
+from labkit.specs import load_gpu, load_model, synthetic_workload
+from labkit.specs.engine_config import EngineConfig
+
+GRID = {"max_num_seqs": [1, 4], "max_model_len": [128, 512, 10**6]}
+
+
+def sweep(**settings):
+    traffic = synthetic_workload(4, input_lengths=60, output_lengths=20, seed=1)
+    return simulate_sweep(load_model("Qwen/Qwen3-8B"), load_gpu("A10"), traffic, GRID, EngineConfig(), **settings)
+
+
+def test_one_record_a_combination_and_progress_to_the_end():
+    events = []
+    records = sweep(on_event=events.append)
+    assert [(record.config.max_num_seqs, record.config.max_model_len) for record in records] == [
+        (seqs, length) for seqs in GRID["max_num_seqs"] for length in GRID["max_model_len"]
+    ]
+    assert [record.status for record in records] == ["finished", "finished", "failed"] * 2
+    assert [event["done"] for event in events] == list(range(7))
+    assert events[-1]["remaining_s"] == 0
+
+
+def test_cancel_keeps_what_was_done():
+    events = []
+    records = sweep(on_event=events.append, is_cancelled=lambda: len(events) >= 2)
+    assert 1 <= len(records) <= 2
+    assert events[-1]["done"] == len(records)
+
+
+def test_a_wrong_value_is_refused_before_anything_runs():
+    with pytest.raises(OutOfRangeError):
+        simulate_sweep(
+            load_model("Qwen/Qwen3-8B"), load_gpu("A10"), synthetic_workload(1), {"block_size": [16, 0]},
+            on_event=lambda event: pytest.fail("it ran"),
+        )  # fmt: skip
