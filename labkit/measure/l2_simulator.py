@@ -86,28 +86,37 @@ def simulate_attention(
             f"the L2 of {plain(gpu.name, 60)} is not known", works="a card of the catalogue, such as H100", knob="gpu"
         )
     known = calibration or load_l2_calibration(gpu)
+    return simulate_calibrations(shape, gpu, variant, (known,), ceilings=ceilings, programs_per_sm=programs_per_sm)[0]
+
+
+def simulate_calibrations(
+    shape: AttentionShape, gpu: GpuSpec, variant: str, calibrations: Sequence[L2Calibration], *,
+    ceilings: Ceilings | None = None, programs_per_sm: int | None = None,
+) -> tuple[L2Prediction, ...]:  # fmt: skip
+    """One prediction for each calibration, from one trace; arguments as `simulate_attention`."""
     launches = build_launches(shape, gpu, variant, programs_per_sm)
     trace = access_trace(shape, launches)
-    capacity = gpu.l2_bytes * known.capacity_share
-    shares = hit_share(stack_distances(trace.names, trace.sizes), capacity, known.ways)
-    missed = float(((1 - shares) * trace.sizes).sum())
-    asked = trace.asked_bytes
-    for launch in launches:
-        asked += launch.query_bytes[0] + launch.merge_bytes
-        missed += launch.query_bytes[1]
-    floor = roofline(missed, shape.flops, ceilings or card_ceilings(gpu, known))
-    counters = Counters(
-        method=f"simulated (LRU of tiles, {variant}; L2 {'calibrated' if known.calibrated else 'uncalibrated'})",
-        card=gpu.name,
-        l2_hit_rate=max(0.0, 1 - missed / asked),
-        dram_bytes=missed,
-        dram_bytes_per_s=floor.dram_bytes_per_s,
-        kernel_time_s=floor.floor_s,
-    )
-    return L2Prediction(
-        counters, floor, asked, shape.kv_bytes, sum(len(launch.start) for launch in launches), len(trace.names),
-        known.calibrated,
-    )  # fmt: skip
+    distances = stack_distances(trace.names, trace.sizes)
+    asked = trace.asked_bytes + sum(launch.query_bytes[0] + launch.merge_bytes for launch in launches)
+    queries = sum(launch.query_bytes[1] for launch in launches)
+    found = []
+    for known in calibrations:
+        shares = hit_share(distances, (gpu.l2_bytes or 0) * known.capacity_share, known.ways)
+        missed = float(((1 - shares) * trace.sizes).sum()) + queries
+        floor = roofline(missed, shape.flops, ceilings or card_ceilings(gpu, known))
+        counters = Counters(
+            method=f"simulated (LRU of tiles, {variant}; L2 {'calibrated' if known.calibrated else 'uncalibrated'})",
+            card=gpu.name,
+            l2_hit_rate=max(0.0, 1 - missed / asked),
+            dram_bytes=missed,
+            dram_bytes_per_s=floor.dram_bytes_per_s,
+            kernel_time_s=floor.floor_s,
+        )
+        num_programs = sum(len(launch.start) for launch in launches)
+        found.append(
+            L2Prediction(counters, floor, asked, shape.kv_bytes, num_programs, len(trace.names), known.calibrated)
+        )
+    return tuple(found)
 
 
 def access_trace(shape: AttentionShape, launches: Sequence[Programs], max_accesses: int = MAX_ACCESSES) -> AccessTrace:

@@ -20,7 +20,7 @@ from labkit.measure.attention_shape import AttentionShape
 from labkit.measure.counters import CORE_METRICS, Counted, to_counters
 from labkit.measure.l2_calibration import L2Calibration, load_l2_calibration
 from labkit.measure.l2_model import BatchShape
-from labkit.measure.l2_simulator import simulate_attention
+from labkit.measure.l2_simulator import simulate_attention, simulate_calibrations
 from labkit.measure.run_record import Counters
 from labkit.results import at_least, at_most, write_results
 from labkit.specs.gpu_spec import GpuSpec
@@ -92,6 +92,12 @@ def points() -> tuple[Point, ...]:
         found.append(
             Point(f"prefill {batch} × {new} over {cached}{'' if group == 4 else ' group 1'}", shape, "prefill")
         )
+    for percent, group in itertools.product((50, 100), (1, 4)):
+        shape = AttentionShape(decode(64, 2048, 2048 * percent // 100), num_heads=8 * group, kv_cache_dtype="fp8")
+        found.append(Point(f"shared {percent} % of 64 × 2048 fp8 group {group} unpacked", shape, UNPACKED))
+    for batch in (8, 32, 128, 256):
+        shape = AttentionShape(decode(batch, 2048, 1024), block_size=64)
+        found.append(Point(f"shared 50 % of {batch} × 2048 block 64", shape, "full"))
     for shared in (1024, 2048):
         shape = AttentionShape(BatchShape((2560,) * 16, (512,) * 16, shared))
         found.append(Point(f"prefill 16 × 512 over 2048, {shared} shared", shape, "prefill"))
@@ -101,12 +107,14 @@ def points() -> tuple[Point, ...]:
 def fit(gpu: GpuSpec, counted: Sequence[tuple[Point, Counters]]) -> L2Calibration:
     """The share of the L2 and the ways with the smallest mean error of the hit rate."""
     base = load_l2_calibration(gpu)
-
-    def error(calibration: L2Calibration) -> float:
-        return statistics.fmean(abs(each.hit_error) for each in compare(gpu, counted, calibration))
-
     tried = [replace(base, capacity_share=share, ways=ways) for share in CAPACITY_SHARES for ways in WAYS]
-    return replace(min(tried, key=error), calibrated=True, source=f"fitted to {len(counted)} counted launches")
+    errors = [0.0] * len(tried)
+    for point, counters in counted:
+        predictions = simulate_calibrations(point.shape, gpu, point.variant, tried)
+        for index, prediction in enumerate(predictions):
+            errors[index] += abs(prediction.counters.l2_hit_rate - counters.l2_hit_rate)
+    best = tried[errors.index(min(errors))]
+    return replace(best, calibrated=True, source=f"fitted to {len(counted)} counted launches")
 
 
 def compare(
