@@ -94,18 +94,18 @@ def _cache_line(result: LabResult) -> ClaimVerdict:
     bytes_change = large.dram_bytes / small.dram_bytes - 1
     text = (
         f"One token's K of one head is {row_bytes} bytes ({row_bytes / 128:g} × 128) in any block size; a block "
-        f"only says where the next token is. From 16 to 32 the bytes read change by {100 * bytes_change:+.1f} %"
+        f"only says where the next token is. From 16 to 32 the bytes read change by {_signed(bytes_change)}"
     )
     if result.method.startswith("measured"):
         change = large.dram_bytes_per_s / small.dram_bytes_per_s - 1
-        text += f" and the bandwidth by {100 * change:+.1f} %."
+        text += f" and the bandwidth by {_signed(change)}."
     else:
         # A simulated bandwidth is the roofline's, which cannot speak of a kernel's own speed.
         rates = {row["block_size"]: row["dram_read_gb"] / row["time_us"] * 1e15 for row in recorded_counters()["rows"]}
         change = rates[32] / rates[16] - 1
         text += (
             f". Counted on an H200 where the tile is the block: {fmt.bandwidth(rates[16])} to "
-            f"{fmt.bandwidth(rates[32])} ({100 * change:+.0f} %), since larger tiles have more bytes in flight."
+            f"{fmt.bandwidth(rates[32])} ({_signed(change)}), since larger tiles have more bytes in flight."
         )
     finding: Finding = "supported" if change < -0.10 or bytes_change > 0.10 else "contradicted"
     return _verdict(result, "C03", claim, finding, text)
@@ -141,6 +141,10 @@ def _range(points: Mapping[int, LabPoint]) -> tuple[float, float]:
 def _span(low: float, high: float) -> str:
     low_text, high_text = fmt.share(low, 1), fmt.share(high, 1)
     return low_text if low_text == high_text else f"{low_text} to {high_text}"
+
+
+def _signed(change: float) -> str:
+    return f"{100 * change:+.1f} %".replace("-", "−")
 
 
 def _sizes(points: Mapping[int, LabPoint]) -> str:
