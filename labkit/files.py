@@ -13,11 +13,13 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     """Write `content` to `path` by way of a temporary file in the same folder and a rename.
 
     Raises:
-        FileFormatError: the folder cannot be made or written to.
+        FileFormatError: the folder cannot be made or written to, or `path` is a folder or device.
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
     temporary: str | None = None
+    if path.exists() and not path.is_file():
+        raise FileFormatError(f"{path} is no ordinary file, it is not replaced", works="the name of a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -104,3 +104,9 @@ def test_write_atomic_names_the_folder_it_cannot_write(tmp_path):
 def test_unicode_line_separators_do_not_make_a_second_line():
     assert plain("a\u2028b\u2029c") == "a b c"
     assert len(plain("a\u2028b").splitlines()) == 1
+
+
+@pytest.mark.parametrize("target", ["/dev/null", "."])
+def test_write_atomic_replaces_neither_devices_nor_folders(target):
+    with pytest.raises(LabkitError, match="no ordinary file"):
+        write_atomic(target, "x")
