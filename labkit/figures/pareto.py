@@ -20,6 +20,8 @@ LATENCIES = {
     "ttft_s": "p95 time to first token",
     "e2e_s": "p95 end to end",
 }
+# Points nearer than this share of the longest latency and of the highest rate have labels that may overlap.
+NEAR = 0.2
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,36 @@ def draw_pareto(info: ParetoInfo, theme: str = "light") -> go.Figure:
     return figure
 
 
+def _label_places(points: Sequence[ParetoPoint]) -> dict[str, str]:
+    """A side for each point's label: of near points the highest has it above, the lowest below, others beside."""
+    widest = max((point.latency_s for point in points), default=0.0) or 1.0
+    highest = max((point.output_tokens_per_s for point in points), default=0.0) or 1.0
+
+    def side(point: ParetoPoint) -> str:
+        near = [
+            other
+            for other in points
+            if abs(point.latency_s - other.latency_s) < NEAR * widest
+            and abs(point.output_tokens_per_s - other.output_tokens_per_s) < NEAR * highest
+        ]
+        ordered = sorted(near, key=lambda other: (other.output_tokens_per_s, other.run_id))
+        if ordered[-1] is point:
+            return "top center"
+        if ordered[0] is point:
+            return "bottom center"
+        return "middle right" if all(other.latency_s <= point.latency_s for other in near) else "middle left"
+
+    return {point.run_id: side(point) for point in points}
+
+
 def _points(info: ParetoInfo, points: list[ParetoPoint], name: str, **style) -> go.Scatter:
+    places = _label_places(info.points)
     return go.Scatter(
         name=name,
         x=[1e3 * point.latency_s for point in points],
         y=[point.output_tokens_per_s for point in points],
         text=[label(point.name, 24) for point in points],
-        textposition="top center",
+        textposition=[places[point.run_id] for point in points],
         cliponaxis=False,
         customdata=[point.run_id for point in points],
         hovertext=[

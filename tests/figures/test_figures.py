@@ -183,6 +183,16 @@ def test_the_best_run_is_named_with_its_gain():
     assert "against block 8" in text
 
 
+def test_pareto_labels_of_near_points_stand_on_different_sides():
+    near = [pareto.ParetoPoint(f"run {i}", f"run {i}", 0.2 + 0.01 * i, 40.0 + i, True) for i in range(3)]
+    far = pareto.ParetoPoint("far", "far", 1.0, 41.0, True)
+    info = pareto.ParetoInfo("inter_token_s", (*near, far))
+    (trace,) = [trace for trace in pareto.draw_pareto(info).data if trace.mode and "text" in trace.mode]
+    sides = dict(zip(trace.customdata, trace.textposition, strict=True))
+    assert len({sides[point.run_id] for point in near}) == 3
+    assert sides["far"] == "top center"
+
+
 def test_pareto_marks_the_runs_that_none_beats():
     fast = sample_record(run_id="fast", name="fast", requests=(request(0, 0, 0.1, 0.01),), duration_s=2.0)
     strong = sample_record(run_id="strong", name="strong", requests=(request(0, 0, 0.1, 0.05, 0.05),), duration_s=1.0)
