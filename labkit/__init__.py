@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from labkit.lazy import lazy_attribute
 
 if TYPE_CHECKING:
     from labkit.experiments.store import RunStore
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 
 _PLACES = MappingProxyType(
     {
-        "EngineConfig": "labkit.specs",
-        "RunStore": "labkit.experiments",
-        "Session": "labkit.session",
-        "load_gpu": "labkit.specs",
-        "load_model": "labkit.specs",
-        "load_workload": "labkit.specs",
-        "plan": "labkit.memory",
+        "EngineConfig": "specs",
+        "RunStore": "experiments",
+        "Session": "session",
+        "load_gpu": "specs",
+        "load_model": "specs",
+        "load_workload": "specs",
+        "plan": "memory",
     }
 )
 __all__ = ["EngineConfig", "RunStore", "Session", "__version__", "load_gpu", "load_model", "load_workload", "plan"]
@@ -34,9 +35,7 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("labkit")
-    if name not in _PLACES:
-        raise AttributeError(f"module 'labkit' has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+    return lazy_attribute(__name__, _PLACES, name)
 
 
 def __dir__() -> list[str]:

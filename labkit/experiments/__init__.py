@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from labkit.lazy import lazy_attribute
 
 if TYPE_CHECKING:
     from labkit.experiments.export import export_json, export_parquet, import_json
@@ -48,6 +49,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return lazy_attribute(__name__, _PLACES, name)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from labkit.lazy import lazy_attribute
 
 if TYPE_CHECKING:
     from labkit.specs.config_fields import read_config_file, strip_unsafe
@@ -42,12 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'labkit.specs' has no attribute {name!r}")
-    value = getattr(import_module(f"labkit.specs.{home}"), name)
-    globals()[name] = value
-    return value
+    return lazy_attribute(__name__, _HOMES, name)
 
 
 def __dir__() -> list[str]:
