@@ -19,7 +19,7 @@ from labkit.experiments.runner import LocalRunner, RunAnswer, RunJob, Runner
 from labkit.experiments.store import RunStore, RunWriter
 from labkit.experiments.worker import OnEvent, Worker
 from labkit.format import GIB, memory
-from labkit.measure.l2_model import simulate_l2_of_run
+from labkit.measure.l2_step import simulate_run
 from labkit.measure.memory_snapshot import measured_breakdown
 from labkit.measure.run_record import RequestRow, RunRecord, RunStatus, StepRow
 from labkit.memory import plan as make_plan
@@ -331,7 +331,7 @@ def _with_measurements(record: RunRecord, answer: RunAnswer, l2_card: GpuSpec | 
     counters = None
     if l2_card is not None:
         with contextlib.suppress(LabkitError):
-            counters = simulate_l2_of_run(record, l2_card)
+            counters = simulate_run(record, l2_card)
     parts, fullest = answer.memory_parts, answer.fullest_step
     return dataclasses.replace(
         record,

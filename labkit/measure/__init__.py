@@ -9,9 +9,9 @@ from labkit.lazy import lazy_attribute
 
 if TYPE_CHECKING:
     from labkit.measure.allocator import AllocatorTimeline
-    from labkit.measure.attention_shape import AttentionShape
-    from labkit.measure.l2_model import BatchShape, simulate_l2, simulate_l2_of_run
+    from labkit.measure.attention_shape import AttentionShape, BatchShape
     from labkit.measure.l2_simulator import simulate_attention
+    from labkit.measure.l2_step import simulate_run, simulate_step
     from labkit.measure.memory_snapshot import measured_breakdown
     from labkit.measure.metrics import KvUse, goodput, kv_use
     from labkit.measure.nvml import EnergyMeter
@@ -24,7 +24,7 @@ _PLACES = MappingProxyType(
     {
         "AllocatorTimeline": "allocator",
         "AttentionShape": "attention_shape",
-        "BatchShape": "l2_model",
+        "BatchShape": "attention_shape",
         "Counters": "run_record",
         "EnergyMeter": "nvml",
         "KvUse": "metrics",
@@ -38,8 +38,8 @@ _PLACES = MappingProxyType(
         "kv_use": "metrics",
         "measured_breakdown": "memory_snapshot",
         "simulate_attention": "l2_simulator",
-        "simulate_l2": "l2_model",
-        "simulate_l2_of_run": "l2_model",
+        "simulate_run": "l2_step",
+        "simulate_step": "l2_step",
         "summarize": "summary",
     }
 )
@@ -60,8 +60,8 @@ __all__ = [
     "kv_use",
     "measured_breakdown",
     "simulate_attention",
-    "simulate_l2",
-    "simulate_l2_of_run",
+    "simulate_run",
+    "simulate_step",
     "summarize",
 ]
 

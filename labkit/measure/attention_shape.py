@@ -1,4 +1,4 @@
-"""`AttentionShape`: one attention launch as the kernel lab asks for it."""
+"""`BatchShape` and `AttentionShape`: the lengths of a step, and one attention launch over them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,40 @@ from typing import Literal, get_args
 import numpy as np
 
 from labkit.errors import OutOfRangeError, UnknownNameError
-from labkit.measure.l2_model import BatchShape
 from labkit.memory.dtypes import kv_format
 from labkit.text import nearest, plain
 
 Variant = Literal["full", "one program for each query head", "tile = block", "no split", "prefill", "shared prefix"]
 VARIANTS: tuple[str, ...] = get_args(Variant)
 MAX_BATCH, MAX_CONTEXT_TOKENS, MAX_BLOCK_SIZE = 1024, 1_048_576, 256
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """One step of attention.
+
+    Attributes:
+        context_lens: tokens in the cache of each sequence, the step's own included.
+        query_lens: tokens that each sequence computes in this step: 1 in decode, more in prefill.
+        shared_prefix_tokens: tokens at the beginning whose blocks all sequences share.
+    """
+
+    context_lens: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    shared_prefix_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.context_lens or len(self.context_lens) != len(self.query_lens):
+            raise OutOfRangeError("a batch has as many query lengths as contexts, and one at least")
+        if min(self.query_lens) < 1 or any(
+            query > context for query, context in zip(self.query_lens, self.context_lens, strict=True)
+        ):
+            raise OutOfRangeError("a query length is at least 1 and at most its context", knob="query_lens")
+
+    @classmethod
+    def decode(cls, num_seqs: int, context_len: int, shared_prefix_tokens: int = 0) -> BatchShape:
+        """`num_seqs` sequences of `context_len` tokens, one new token each."""
+        return cls((context_len,) * num_seqs, (1,) * num_seqs, shared_prefix_tokens)
 
 
 @dataclass(frozen=True)
@@ -27,6 +54,8 @@ class AttentionShape:
         block_size: tokens of a KV block.
         kv_cache_dtype: "bfloat16", "fp8" or another KV format by its vLLM name.
         window: tokens that a query sees at most; None is all.
+        v_head_dim: size of a value where it is not `head_dim`.
+        is_latent: multi-head latent attention: the first `v_head_dim` numbers of a key are its value, stored once.
     """
 
     batch: BatchShape
@@ -36,11 +65,14 @@ class AttentionShape:
     block_size: int = 16
     kv_cache_dtype: str = "bfloat16"
     window: int | None = None
+    v_head_dim: int | None = None
+    is_latent: bool = False
 
     def __post_init__(self) -> None:
         _check("num_kv_heads", self.num_kv_heads, 1, 1024)
         _check("num_heads", self.num_heads, 1, 4096)
         _check("head_dim", self.head_dim, 8, 1024)
+        _check("v_head_dim", self.value_dim, 8, self.head_dim if self.is_latent else 1024)
         _check("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
         _check("max_num_seqs", len(self.batch.context_lens), 1, MAX_BATCH)
         _check("max_model_len", max(self.batch.context_lens), 1, MAX_CONTEXT_TOKENS)
@@ -60,9 +92,15 @@ class AttentionShape:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def value_dim(self) -> int:
+        """Size of a value."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
     def head_bytes(self) -> int:
         """Bytes of K and V of one token and KV head."""
-        return kv_format(self.kv_cache_dtype, "bfloat16").head_bytes(self.head_dim, self.head_dim)
+        element = kv_format(self.kv_cache_dtype, "bfloat16")
+        return element.mla_bytes(self.head_dim) if self.is_latent else element.head_bytes(self.head_dim, self.value_dim)
 
     @property
     def kv_kind(self) -> str:
@@ -87,7 +125,7 @@ class AttentionShape:
 
     @property
     def flops(self) -> float:
-        """Causal attention operations: 4 · head size for each pair of a query head's token and a key it sees."""
+        """Causal attention operations: 2 · (key + value size) for each pair of a query head's token and a key."""
         contexts, queries = (np.asarray(x, dtype=np.float64) for x in (self.batch.context_lens, self.batch.query_lens))
         if self.window is None:
             pairs = queries * (contexts - queries) + queries * (queries + 1) / 2
@@ -95,7 +133,7 @@ class AttentionShape:
             # Query j of a sequence sees min(context - queries + j, window) keys; the first `short` see fewer than all.
             short = np.clip(self.window - (contexts - queries), 0, queries)
             pairs = short * (contexts - queries) + short * (short + 1) / 2 + (queries - short) * self.window
-        return float(4 * self.head_dim * self.num_heads * pairs.sum())
+        return float(2 * (self.head_dim + self.value_dim) * self.num_heads * pairs.sum())
 
 
 def check_variant(variant: str) -> None:

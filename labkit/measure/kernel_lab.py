@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from labkit.errors import OutOfRangeError
-from labkit.measure.attention_shape import AttentionShape
-from labkit.measure.l2_model import BatchShape
+from labkit.measure.attention_shape import AttentionShape, BatchShape
 from labkit.measure.l2_simulator import simulate_attention
 from labkit.measure.run_record import Counters
 from labkit.specs.gpu_loading import load_gpu

@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from labkit.errors import LabkitError
-from labkit.measure.attention_shape import AttentionShape
+from labkit.measure.attention_shape import AttentionShape, BatchShape
 from labkit.measure.counters import CORE_METRICS, Counted, to_counters
 from labkit.measure.l2_calibration import L2Calibration, load_l2_calibration
-from labkit.measure.l2_model import BatchShape
 from labkit.measure.l2_simulator import simulate_attention, simulate_calibrations
 from labkit.measure.run_record import Counters
 from labkit.results import at_least, at_most, write_results

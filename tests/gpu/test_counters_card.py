@@ -9,11 +9,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from labkit.measure import validate_l2
 from labkit.measure.allocator import AllocatorTimeline, recorded_allocations, trace_timeline, write_torch_snapshot
-from labkit.measure.attention_shape import AttentionShape
+from labkit.measure.attention_shape import AttentionShape, BatchShape
 from labkit.measure.card_ceilings import measure_ceilings
 from labkit.measure.counters import CORE_METRICS, METRICS, OCCUPANCY, counters
 from labkit.measure.kernel_launches import CardCounter
-from labkit.measure.l2_model import BatchShape
 from labkit.measure.nvml_sampler import NvmlSampler
 from labkit.measure.roofline import card_ceilings
 from labkit.specs.gpu_loading import load_gpu

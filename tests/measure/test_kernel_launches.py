@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 
 from labkit.errors import OutOfRangeError, UnsupportedError
-from labkit.measure.attention_shape import AttentionShape
+from labkit.measure.attention_shape import AttentionShape, BatchShape
 from labkit.measure.kernel_launches import CardCounter, make_inputs, prepare_launch
-from labkit.measure.l2_model import BatchShape
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from labkit.errors import FileFormatError, OutOfRangeError, UnknownNameError, UnsupportedError
 from labkit.measure.attention_launch import build_launches
-from labkit.measure.attention_shape import VARIANTS, AttentionShape
+from labkit.measure.attention_shape import VARIANTS, AttentionShape, BatchShape
 from labkit.measure.l2_calibration import L2Calibration, load_l2_calibration
-from labkit.measure.l2_model import BatchShape
 from labkit.measure.l2_simulator import access_trace, simulate_attention, start_steps
 from labkit.measure.roofline import Ceilings, card_ceilings, roofline
 from labkit.specs.gpu_catalogue import catalogue_gpu, cpu_gpu

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from labkit.advice.claims.verdict import Verdict, burst, judged, planned, served
-from labkit.measure.l2_model import BatchShape, simulate_l2
+from labkit.measure.attention_shape import BatchShape
+from labkit.measure.l2_step import simulate_step
 from labkit.measure.metrics import kv_use
 from labkit.memory.dtypes import ELEMENT_BYTES
 from labkit.specs import load_gpu, load_model
@@ -11,13 +12,14 @@ from labkit.specs.engine_config import EngineConfig
 
 _SMALL, _CARD = "Qwen/Qwen2-0.5B", "A10"
 _LINE_BYTES = 128
+_UNPACKED = "one program for each query head"
 
 
 def _hit_rates(card: str, context: int = 2048, num_seqs: int = 32) -> dict[int, float]:
     model, gpu = load_model(_SMALL), load_gpu(card)
     batch = BatchShape.decode(num_seqs, context)
     return {
-        size: simulate_l2(model, gpu, EngineConfig(block_size=size), batch, packed=False).l2_hit_rate
+        size: simulate_step(model, gpu, EngineConfig(block_size=size), batch, variant=_UNPACKED).l2_hit_rate
         for size in (8, 16, 32)
     }
 
@@ -62,7 +64,7 @@ def c03() -> Verdict:
     row = layer.head_dim * ELEMENT_BYTES["bfloat16"]
     lines = {size: size * row / _LINE_BYTES for size in (8, 16, 32, 64)}
     model, gpu, batch = load_model(_SMALL), load_gpu(_CARD), BatchShape.decode(32, 2048)
-    fetched = {s: simulate_l2(model, gpu, EngineConfig(block_size=s), batch).dram_bytes / 1e6 for s in (16, 32)}
+    fetched = {s: simulate_step(model, gpu, EngineConfig(block_size=s), batch).dram_bytes / 1e6 for s in (16, 32)}
     whole = all(count == int(count) for count in lines.values())
     return judged(
         "C03",
@@ -130,7 +132,7 @@ def c28() -> Verdict:
     """Low hit rates as a sign."""
     rates = {context: _hit_rates(_CARD, context, 64)[16] for context in (64, 512, 4096)}
     grouped = load_model("Qwen/Qwen2-7B")
-    packed = simulate_l2(grouped, load_gpu(_CARD), EngineConfig(), BatchShape.decode(32, 2048)).l2_hit_rate
+    packed = simulate_step(grouped, load_gpu(_CARD), EngineConfig(), BatchShape.decode(32, 2048)).l2_hit_rate
     return judged(
         "C28",
         "An L2 hit rate below 70 % means a misaligned block size; occupancy below 50 % a bad launch.",
