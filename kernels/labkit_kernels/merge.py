@@ -35,17 +35,20 @@ def _add_part(acc, m, total, part, m_part, total_part):
     return acc * alpha[:, None] + part * weight[:, None], m_new, total * alpha + total_part * weight
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_seqs"])
 def _merge_kernel(
-    partial_out, partial_stats, other_out, other_lse, out, lse, sinks, v_scale_ptr, v_scale, v_scale_stride, num_rows,
-    other_stride_token, other_stride_head, out_stride_token, out_stride_head, lse_stride_token,
-    SPLITS: tl.constexpr, OTHER: tl.constexpr, SINKS: tl.constexpr, SCALE_TENSOR: tl.constexpr, LSE: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+    partial_out, partial_stats, other_out, other_lse, out, lse, sinks, bounds, v_scale_ptr, v_scale, v_scale_stride,
+    num_rows, num_seqs, other_stride_token, other_stride_head, out_stride_token, out_stride_head, lse_stride_token,
+    SPLITS: tl.constexpr, OTHER: tl.constexpr, BOUNDS: tl.constexpr, SINKS: tl.constexpr, SCALE_TENSOR: tl.constexpr,
+    LSE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     valid = row < num_rows
     token, head = row // HEADS, row % HEADS
+    if BOUNDS:
+        valid = valid & (token >= tl.load(bounds)) & (token < tl.load(bounds + num_seqs))
     inside = valid[:, None] & (d < D)[None, :]
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -79,10 +82,12 @@ def merge_splits(
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
     other: tuple[torch.Tensor, torch.Tensor] | None = None,
+    bounds: torch.Tensor | None = None,
 ) -> None:
     """Writes the merged result to `out [tokens, q heads, D]` and `lse`; counts the sinks of `scores` once.
 
     other: finished output `[tokens, q heads, D]` and contiguous natural-log LSE `[tokens, q heads]` over further keys.
+    bounds: int32; only tokens from its first entry up to its last are written.
     """
     splits, tokens, heads, head_dim = partials.out.shape
     other_out, other_lse = other or (out, out)
@@ -91,11 +96,13 @@ def merge_splits(
     number = (1.0 if tensor else v_scale) / (256.0 if scores.v_token_scales is not None else 1.0)
     kv_heads = v_scale.numel() if tensor and v_scale.numel() > 1 else heads
     rows = 2
+    num_seqs = 0 if bounds is None else bounds.shape[0] - 1
     _merge_kernel[(triton.cdiv(tokens * heads, rows),)](
         partials.out, partials.stats, other_out, other_lse, out, out if lse is None else lse,
-        out if scores.sinks is None else scores.sinks, v_scale if tensor else out, number,
-        int(tensor and v_scale.numel() > 1), tokens * heads, other_out.stride(0), other_out.stride(1), out.stride(0),
-        out.stride(1), 0 if lse is None else lse.stride(0), SPLITS=splits, OTHER=other is not None,
-        SINKS=scores.sinks is not None, SCALE_TENSOR=tensor, LSE=lse is not None, HEADS=heads, GROUP=heads // kv_heads,
-        D=head_dim, DP=triton.next_power_of_2(head_dim), ROWS=rows, num_warps=2,
+        out if scores.sinks is None else scores.sinks, out if bounds is None else bounds, v_scale if tensor else out,
+        number, int(tensor and v_scale.numel() > 1), tokens * heads, num_seqs, other_out.stride(0),
+        other_out.stride(1), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0), SPLITS=splits,
+        OTHER=other is not None, BOUNDS=bounds is not None, SINKS=scores.sinks is not None, SCALE_TENSOR=tensor,
+        LSE=lse is not None, HEADS=heads, GROUP=heads // kv_heads, D=head_dim, DP=triton.next_power_of_2(head_dim),
+        ROWS=rows, num_warps=2,
     )  # fmt: skip

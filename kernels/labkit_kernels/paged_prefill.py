@@ -31,7 +31,7 @@ MAX_SPLITS = 32
 
 @triton.jit
 def _find_sequence(query_start_loc, block, batch, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Sequence of a row block: the last i with query_start_loc[i] · GROUP // ROWS + i <= block.
+    """Sequence of a row block: the last i with query_start_loc[i] · GROUP // ROWS + i <= block, 0 for those before it.
 
     Each sequence thus owns at least as many blocks as it has rows to fill; the blocks left over return at once.
     """
@@ -43,7 +43,7 @@ def _find_sequence(query_start_loc, block, batch, GROUP: tl.constexpr, ROWS: tl.
             low = middle + 1
         else:
             high = middle
-    return low - 1
+    return tl.maximum(low - 1, 0)
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def _prefill_kernel(
     q_start = tl.load(query_start_loc + seq)
     query_len = tl.load(query_start_loc + seq + 1) - q_start
     row_start = (block - (q_start * GROUP // ROWS + seq)) * ROWS
-    if row_start >= query_len * GROUP:
+    if (row_start < 0) | (row_start >= query_len * GROUP):
         return
     r = row_start + tl.arange(0, ROWS)
     valid = r < query_len * GROUP
@@ -234,8 +234,9 @@ def paged_prefill(
     """Attention of chunks over their cached context; returns `out [tokens, q heads, head size]`.
 
     Sequence i brings the query tokens query_start_loc[i] … query_start_loc[i + 1] of q, the last of its seq_lens[i]
-    tokens; K and V of all of them are in the cache. max_query_len chooses the launch settings only: any bound that
-    does not change under a CUDA graph. num_splits cuts the keys for batches too small to fill the card (None: chosen
+    tokens; K and V of all of them are in the cache. Rows of q before the first and after the last sequence belong to
+    nobody: their output is left as it is. max_query_len chooses the launch settings only: any bound that does not
+    change under a CUDA graph. num_splits cuts the keys for batches too small to fill the card (None: chosen
     from the shapes). Tensors as in `paged_decode`. Raises KernelValueError or KernelTypeError naming the argument.
     """
     check_cache(q, k_cache, v_cache, block_tables)
@@ -259,7 +260,7 @@ def paged_prefill(
     partials = launch_prefill(
         q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scores, config, splits=splits
     )  # fmt: skip
-    merge_splits(partials, scores, out, lse)
+    merge_splits(partials, scores, out, lse, bounds=query_start_loc)
     return out
 
 

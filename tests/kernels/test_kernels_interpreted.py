@@ -78,6 +78,25 @@ def test_prefill(name, splits):
     assert found.within(2e-3), found
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_prefill_leaves_rows_of_nobody_alone(splits):
+    """Sequences begin at row 70 of a padded step; the rows before and after them hold NaN and keep their output."""
+    case = make_case(PREFILL["empty among"])
+    first, count, total = 70, case.q.shape[0], 230
+    q = torch.full((total, *case.q.shape[1:]), float("nan"), dtype=case.q.dtype)
+    q[first : first + count] = case.q
+    out, lse = torch.full_like(q, 7.0), torch.full(q.shape[:2], 7.0)
+    paged_prefill(
+        q, *case.inputs[1:], case.query_start_loc + first, case.scores, max_query_len=total, out=out, lse=lse,
+        num_splits=splits,
+    )  # fmt: skip
+    rows = slice(first, first + count)
+    found = difference(out[rows], lse[rows], case.answer)
+    assert found.within(2e-3), found
+    for tensor in (out, lse):
+        assert bool((tensor[:first] == 7).all() and (tensor[first + count :] == 7).all())
+
+
 def test_cascade():
     case = make_case(CaseSpec((300, 310, 301), (2, 2, 2), shared_blocks=17, sinks=True, kv_dtype=torch.int8))
     prefix = SharedPrefix.make(case.block_tables[0, :17].contiguous(), 272, 6)
