@@ -1,0 +1,303 @@
+"""A sweep of the real engine on the card that is here, as ground truth for the virtual one: one short run a setting.
+
+    python -m labkit.experiments.card_sweep results/h200-sweep.json microbenchmark=60 grid=120 held-back=60
+
+Rows hold what a run was judged by and every step in short columns, so that all comparisons can be made later without
+a card. The file is written anew after each run: what ran is kept when the time is over. Random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from labkit.experiments.microbench import check_card, run_microbenchmark
+from labkit.experiments.run import RunOptions, RunOutcome, WorkloadRun
+from labkit.measure.run_record import RequestRow, StepRow
+from labkit.measure.summary import inter_token_s, percentiles, time_to_first_token_s
+from labkit.results import write_results
+from labkit.specs import load_model, prompt_token_ids, synthetic_workload
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.workload import Workload
+from labkit.text import plain
+
+SMALL_MODEL, LARGE_MODEL = "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B-Instruct"
+BASE: Mapping[str, Any] = {
+    "max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.3,
+    "kv_cache_dtype": "auto", "block_size": 16,
+}  # fmt: skip
+# With 0.028 of an H200 the pool holds some 20,000 tokens, twice that in fp8: many requests at once are sent back.
+SPACE: Mapping[str, tuple[Any, ...]] = {
+    "kv_cache_dtype": ("auto", "fp8"), "max_num_batched_tokens": (2048, 8192, 512), "max_num_seqs": (64, 128, 32),
+    "gpu_memory_utilization": (0.3, 0.028),
+}  # fmt: skip
+TRAFFIC: Mapping[str, Any] = {
+    "num_requests": 160,
+    "input_lengths": "uniform:64-512",
+    "output_lengths": "uniform:32-192",
+}
+WARM_UP: Mapping[str, Any] = {"num_requests": 8, "input_lengths": 128, "output_lengths": 4, "seed": 999}
+_DIFFERENCES = ("start_us", "end_us", "num_tokens_stored")
+STEP_COLUMNS = (
+    "num_prefill_tokens", "num_decode_tokens", "num_running", "num_waiting", "num_blocks_used", "num_tokens_stored",
+    "num_preemptions", "num_swapped_blocks",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run: the part of the file that it belongs to, knobs over `BASE`, and its traffic."""
+
+    part: str
+    knobs: Mapping[str, Any]
+    seed: int = 0
+    traffic: Mapping[str, Any] | None = None
+    model: str = SMALL_MODEL
+
+    @property
+    def config(self) -> EngineConfig:
+        """The knobs as a configuration."""
+        return EngineConfig(**{**BASE, **self.knobs})
+
+    def workload(self) -> Workload:
+        """The requests."""
+        return synthetic_workload(seed=self.seed, **{**TRAFFIC, **(self.traffic or {})})
+
+
+def sweep_runs() -> list[SweepRun]:
+    """The grid, whole, then a few runs beside it: blocks of 32 tokens, no graphs, swapping."""
+    points = (dict(zip(SPACE, values, strict=True)) for values in itertools.product(*SPACE.values()))
+    grid = [SweepRun("grid", point) for point in points]
+    beside: list[dict[str, Any]] = [
+        {"enforce_eager": True},
+        {"max_num_seqs": 128, "gpu_memory_utilization": 0.028, "preemption_mode": "swap", "swap_space": 2.0},
+        {"block_size": 32},
+        {"block_size": 32, "max_num_seqs": 128, "gpu_memory_utilization": 0.028},
+    ]
+    return [SweepRun("repeat", {}), *grid, SweepRun("repeat", {}), *(SweepRun("beside", knobs) for knobs in beside)]
+
+
+def held_back_runs() -> list[SweepRun]:
+    """Settings, seeds, lengths and arrivals that the grid does not have, and a larger model."""
+    longer = {"num_requests": 96, "input_lengths": "uniform:200-1200", "output_lengths": "uniform:16-256"}
+    timed = {"num_requests": 160, "arrivals": "poisson:120"}
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"max_num_seqs": 96, "max_num_batched_tokens": 1024}, {}),
+        ({"max_num_seqs": 48, "max_num_batched_tokens": 4096, "kv_cache_dtype": "fp8"}, {}),
+        ({"max_num_seqs": 96, "gpu_memory_utilization": 0.025}, {}),
+        ({"max_num_seqs": 128, "gpu_memory_utilization": 0.032, "max_num_batched_tokens": 4096}, {}),
+        ({"max_num_seqs": 96, "gpu_memory_utilization": 0.03}, longer),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 1024}, longer),
+        ({"max_num_seqs": 128, "kv_cache_dtype": "fp8"}, longer),
+        ({"max_num_seqs": 128}, timed),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 512}, timed),
+    ]
+    return [
+        SweepRun("held back", point, seed=11 + index, traffic=traffic) for index, (point, traffic) in enumerate(pairs)
+    ]
+
+
+class CardEngine:
+    """The engine over one model's random weights, reconfigured from run to run.
+
+    Args:
+        model: of the catalogue.
+        device: "cuda"; "cpu" for a trial of the code.
+    """
+
+    def __init__(self, model: str, device: str = "cuda") -> None:
+        from labkit.models import load_model_weights
+
+        self.spec, self.gpu = load_model(model), card_here(device)
+        self._decoder = load_model_weights(self.spec, dtype="bfloat16", load_format="dummy", device=device)
+        self._engine: Any = None
+
+    def run(self, run: SweepRun) -> dict[str, Any]:
+        """Configure, warm up, serve; one row."""
+        from labkit.engine.engine import Engine
+        from labkit.memory import plan
+
+        planned = plan(self.spec, self.gpu, run.config)
+        start = time.monotonic()
+        if self._engine is None:
+            self._engine = Engine(self._decoder, planned)
+        else:
+            self._engine.reconfigure(planned)
+        self._serve(synthetic_workload(**WARM_UP), 0)
+        configure_s = time.monotonic() - start
+        gc.collect()
+        outcome = self._serve(run.workload(), run.seed)
+        return {
+            "part": run.part, "model": run.model, "knobs": dict(run.knobs), "seed": run.seed,
+            "traffic": dict(run.traffic or {}), "configure_s": round(configure_s, 3),
+            "num_gpu_blocks": self._engine.plan.num_gpu_blocks, "planned_blocks": planned.num_gpu_blocks,
+            "memory_parts": self._engine.memory_parts(), **run_metrics(outcome), "steps": packed_steps(outcome.steps),
+        }  # fmt: skip
+
+    def _serve(self, workload: Workload, seed: int) -> RunOutcome:
+        engine, vocab_size = self._engine, self.spec.vocab_size
+        rows: list[dict[str, Any]] = []
+        options = RunOptions(seed=seed, report_every_s=1e6)
+        prompts = [prompt_token_ids(workload, index, vocab_size=vocab_size) for index in range(len(workload.requests))]
+        return WorkloadRun(engine, workload, lambda index: prompts[index], options, rows.append, lambda: False).serve()
+
+    def close(self) -> None:
+        """Give the card's memory back."""
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = self._decoder = None
+        gc.collect()
+
+
+def card_here(device: str) -> Any:
+    """The card as the catalogue has it: plans of any machine are then the same."""
+    import torch
+
+    from labkit.specs import cpu_gpu, load_gpu
+
+    return load_gpu(torch.cuda.get_device_name()) if device == "cuda" else cpu_gpu(2.0)
+
+
+def run_metrics(outcome: RunOutcome) -> dict[str, Any]:
+    """What runs are compared by; times in seconds."""
+    requests: Sequence[RequestRow] = outcome.requests
+    gaps, first = percentiles(inter_token_s(requests)), percentiles(time_to_first_token_s(requests))
+    ends = [row for row in requests if row.finish_s is not None and row.first_token_s is not None]
+    tokens = sum(row.output_tokens for row in requests)
+    tpot = [
+        ((row.finish_s or 0.0) - (row.first_token_s or 0.0)) / (row.output_tokens - 1)
+        for row in ends
+        if row.output_tokens > 1
+    ]
+    return {
+        "status": outcome.status, "num_requests": len(requests), "num_finished": len(ends),
+        "duration_s": round(outcome.duration_s, 6), "output_tokens": tokens,
+        "output_tokens_per_s": round(tokens / outcome.duration_s, 2) if outcome.duration_s else None,
+        "tpot_mean_s": round(sum(tpot) / len(tpot), 7) if tpot else None,
+        "itl_p50_s": round(gaps.p50, 7) if gaps else None, "itl_p99_s": round(gaps.p99, 7) if gaps else None,
+        "ttft_p50_s": round(first.p50, 7) if first else None, "ttft_p99_s": round(first.p99, 7) if first else None,
+        "num_preemptions": sum(row.num_preemptions for row in requests),
+        "cached_tokens": sum(row.num_cached_tokens for row in requests),
+    }  # fmt: skip
+
+
+def packed_steps(steps: Sequence[StepRow]) -> dict[str, str]:
+    """Column → numbers with a space between, without the columns that are all zero.
+
+    Starts and ends in microseconds and the tokens stored are differences from one step to the next.
+    """
+    columns = {name: [getattr(row, name) for row in steps] for name in STEP_COLUMNS}
+    columns["start_us"] = [round(1e6 * row.start_s) for row in steps]
+    columns["end_us"] = [round(1e6 * (row.start_s + row.duration_s)) for row in steps]
+    for name in _DIFFERENCES:
+        columns[name] = [after - before for before, after in pairwise([0, *columns[name]])]
+    return {name: " ".join(map(str, values)) for name, values in columns.items() if any(values)}
+
+
+def unpacked_steps(packed: Mapping[str, str]) -> tuple[StepRow, ...]:
+    """The rows that `packed_steps` packed, times to the microsecond."""
+    columns = {name: [int(word) for word in text.split()] for name, text in packed.items()}
+    count = len(columns.get("end_us", ()))
+    columns = {name: columns.get(name, [0] * count) for name in (*STEP_COLUMNS, "start_us", "end_us")}
+    for name in _DIFFERENCES:
+        columns[name] = list(itertools.accumulate(columns[name]))
+    rows = []
+    for index in range(count):
+        row = {name: values[index] for name, values in columns.items()}
+        start_us, end_us = row.pop("start_us"), row.pop("end_us")
+        num_tokens = row["num_prefill_tokens"] + row["num_decode_tokens"]
+        rows.append(StepRow(1e-6 * start_us, 1e-6 * (end_us - start_us), num_tokens, num_blocks_cached=0, **row))
+    return tuple(rows)
+
+
+def run_part(
+    part: str, path: Path, budget_s: float, *, on_progress: Callable[[str], None] = print, device: str = "cuda"
+) -> dict[str, Any]:
+    """Measure one part ("microbenchmark", "grid" or "held back") until it is done or the time is over, and write it.
+
+    Rows of other parts that the file holds already stay.
+    """
+    start = time.monotonic()
+    content = _read(path)
+    if part == "microbenchmark":
+        content["microbenchmark"] = asdict(run_microbenchmark(budget_s, on_progress=on_progress, made=_now()))
+        _write(path, content)
+        return content
+    runs = sweep_runs() if part == "grid" else held_back_runs()
+    engines: dict[str, CardEngine] = {}
+    rows = [row for row in content["rows"] if row["part"] not in {run.part for run in runs}]
+    for run in runs:
+        if time.monotonic() - start > budget_s:
+            on_progress(f"{budget_s:g} s were over; {len(rows)} rows")
+            break
+        if run.model not in engines:
+            for engine in engines.values():
+                engine.close()
+            engines = {run.model: CardEngine(run.model, device)}
+        try:
+            row = engines[run.model].run(run)
+        except Exception as error:
+            row = {"part": run.part, "knobs": dict(run.knobs), "error": plain(f"{type(error).__name__}: {error}", 300)}
+        rows.append(row)
+        content["rows"] = rows
+        _write(path, content)
+        on_progress(_line(row, time.monotonic() - start))
+    return content
+
+
+def _line(row: Mapping[str, Any], elapsed_s: float) -> str:
+    if "error" in row:
+        return f"{elapsed_s:6.1f} s {row['part']} {row['knobs']}: {row['error']}"
+    return (
+        f"{elapsed_s:6.1f} s {row['part']} {list(row['knobs'].values())} {row['output_tokens_per_s']:.0f} tok/s "
+        f"tpot {1e3 * (row['tpot_mean_s'] or 0):.2f} p99 {1e3 * (row['itl_p99_s'] or 0):.2f} ms "
+        f"pre {row['num_preemptions']} blocks {row['num_gpu_blocks']}/{row['planned_blocks']} "
+        f"run {row['duration_s']:.2f} configure {row['configure_s']:.2f} s"
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {"rows": [], "microbenchmark": None}
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    return {"rows": stored["rows"], "microbenchmark": stored.get("microbenchmark"), "card": stored["card"]}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    import torch
+
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU)"
+    command = f"python -m labkit.experiments.card_sweep {path.name}"
+    write_results(
+        path, command=command, card=card, rows=content["rows"], summary={}, microbenchmark=content["microbenchmark"]
+    )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def main() -> None:
+    """The command line of this module."""
+    parser = argparse.ArgumentParser(description="Sweep labkit's engine on the card that is here.")
+    parser.add_argument("path", type=Path)
+    parser.add_argument("parts", nargs="+", help="microbenchmark, grid or held-back, each with =SECONDS")
+    options = parser.parse_args()
+    check_card()
+    for part in options.parts:
+        name, _, budget_s = part.partition("=")
+        run_part(name.replace("-", " "), options.path, float(budget_s or 120))
+
+
+if __name__ == "__main__":
+    main()
