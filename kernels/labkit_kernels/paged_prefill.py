@@ -31,7 +31,7 @@ MAX_SPLITS = 32
 
 @triton.jit
 def _find_sequence(query_start_loc, block, batch, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Sequence of a row block: the last i with query_start_loc[i] · GROUP // ROWS + i <= block, 0 for those before it.
+    """Sequence of a row block: the last i with query_start_loc[i] · GROUP // ROWS + i <= block, or -1.
 
     Each sequence thus owns at least as many blocks as it has rows to fill; the blocks left over return at once.
     """
@@ -43,7 +43,7 @@ def _find_sequence(query_start_loc, block, batch, GROUP: tl.constexpr, ROWS: tl.
             low = middle + 1
         else:
             high = middle
-    return tl.maximum(low - 1, 0)
+    return low - 1
 
 
 @triton.jit
@@ -158,10 +158,12 @@ def _prefill_kernel(
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     seq = _find_sequence(query_start_loc, block, batch, GROUP, ROWS)
+    if seq < 0:
+        return
     q_start = tl.load(query_start_loc + seq)
     query_len = tl.load(query_start_loc + seq + 1) - q_start
     row_start = (block - (q_start * GROUP // ROWS + seq)) * ROWS
-    if (row_start < 0) | (row_start >= query_len * GROUP):
+    if row_start >= query_len * GROUP:
         return
     r = row_start + tl.arange(0, ROWS)
     valid = r < query_len * GROUP
