@@ -208,7 +208,8 @@ def doctor(
     from labkit.doctor.run import doctor as examine
 
     if preflight:
-        found = preflight_of(model, gpu, knobs, Machine(), trace=workload, vllm=vllm or "0.33.0", server=server)
+        version = vllm or "0.33.0"
+        found = preflight_of(model, gpu, knobs, Machine(), trace=workload, vllm=version, server=server, test=test)
     else:
         found = examine(Request(which_vllm, model_folder, write_missing, error_text, test, vllm))
     if as_json:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from labkit import format as shown
 from labkit.doctor.check import Check
+
+if TYPE_CHECKING:
+    from labkit.memory.records import MemoryPlan
 
 # fp16 products summed in another order than the float64 reference.
 TOLERANCE = 2e-3
 SEQ_LENS = (1, 16, 37, 130)
 PIECE_BYTES = 256 * 2**20
 SLOW_BYTES_PER_S = 2e9
+# The driver keeps some of the memory that a data sheet names.
+SAME_CARD = 0.06
 
 
 def check_card_attention(device: str = "cuda") -> Check:
@@ -60,6 +67,40 @@ def check_card_pool() -> Check:
             "start servers one after the other",
         )  # fmt: skip
     return Check("card-pool", "ok", evidence)
+
+
+def check_planned_pool(found: MemoryPlan) -> Check:
+    """Take weights and KV pool of a plan on this machine's card, as one server would, and give them back.
+
+    Returns:
+        "unknown" where this machine has no such card, "problem" where the card does not give the bytes.
+    """
+    import torch
+
+    name = "planned-pool"
+    pool_bytes = found.num_gpu_blocks * found.block_bytes
+    planned = f"{shown.memory(found.breakdown.weights_bytes)} of weights and {shown.memory(pool_bytes)} of KV pool"
+    if not torch.cuda.is_available():
+        return Check(name, "unknown", f"{planned}; torch sees no card here", "the plan is for a card that is not here")
+    free, total = torch.cuda.mem_get_info()
+    if abs(total - found.gpu.total_bytes) > SAME_CARD * found.gpu.total_bytes:
+        here = f"{torch.cuda.get_device_name()} with {shown.memory(total)}"
+        return Check(name, "unknown", f"{planned}; here is {here}", f"the plan is for {found.gpu.name}")
+    pieces = []
+    try:
+        for num_bytes in (found.breakdown.weights_bytes, pool_bytes):
+            pieces.append(torch.empty(int(num_bytes), dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError:
+        share = max(0.0, math.floor(100 * free / total - 1) / 100)
+        return Check(
+            name, "problem", f"{planned}; {shown.memory(free)} of {shown.memory(total)} free",
+            "another process or an earlier server holds the memory",
+            f"nvidia-smi names it; or --gpu-memory-utilization {share:.2f}",
+        )  # fmt: skip
+    finally:
+        pieces.clear()
+        torch.cuda.empty_cache()
+    return Check(name, "ok", f"{planned} taken and given back")
 
 
 def check_card_copy() -> Check:

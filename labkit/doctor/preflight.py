@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from labkit import format as shown
 from labkit.doctor.accelerator import check_processes, check_temperature
+from labkit.doctor.card_test import check_planned_pool
 from labkit.doctor.check import Check, Examination
 from labkit.doctor.cuda_rules import BF16_CAPABILITY, FP8_CAPABILITY, numbers
 from labkit.doctor.machine import AnyMachine
@@ -37,6 +39,7 @@ def run_preflight(
     workload: Workload | None = None,
     vllm: str = "0.33.0",
     server: str | None = None,
+    test: bool = False,
 ) -> Examination:
     """Every point of the daily checklist for a configuration that is about to be served.
 
@@ -44,6 +47,7 @@ def run_preflight(
         workload: the traffic; without it the points on batched tokens and concurrency say that they were not looked at.
         vllm: version whose rules plan the memory.
         server: address of a running server, such as "http://localhost:8000", for its health and metrics pages.
+        test: take the planned weights and pool on this machine's card, and give them back.
     """
     question = Question(model, gpu, config, "vllm", vllm)
     title = f"preflight of {model.name} on {gpu.name}"
@@ -67,6 +71,7 @@ def run_preflight(
         check_eager(config),
         check_log_level(machine),
         *_host_checks(machine),
+        *([check_planned_pool(found)] if test and found.num_gpu_blocks > 0 and find_spec("torch") else []),
         *([] if server is None else [check_page(machine, server, "health"), check_page(machine, server, "metrics")]),
     ]
     return Examination(title, tuple(checks), {"verdict": found.verdict, "max_concurrency": found.max_concurrency})
@@ -321,6 +326,7 @@ def preflight_of(
     trace: str | None = None,
     vllm: str = "0.33.0",
     server: str | None = None,
+    test: bool = False,
 ) -> Examination:
     """`labkit doctor --preflight`: the checklist from names, as the command line has them.
 
@@ -332,4 +338,6 @@ def preflight_of(
 
     config = EngineConfig(**{"gpu_memory_utilization": vllm_rules(vllm).utilization, **knobs})
     workload = load_workload(trace, limit=5000) if trace else None
-    return run_preflight(load_model(model), load_gpu(gpu), config, machine, workload=workload, vllm=vllm, server=server)
+    return run_preflight(
+        load_model(model), load_gpu(gpu), config, machine, workload=workload, vllm=vllm, server=server, test=test
+    )

@@ -100,3 +100,61 @@ def test_on_a_card_the_card_is_tested_and_a_failing_one_is_a_problem(one_thread,
     found = [check for check in run_true_test() if check.name == "true-test"]
     assert [check.status for check in found] == ["problem"] * 3
     assert "CUDA out of memory" in found[0].evidence
+
+
+class FakeCard:
+    """torch.cuda of a card of `total` bytes with `free` bytes, whose allocations end at `free`."""
+
+    def __init__(self, monkeypatch, torch, free, total):
+        self.taken = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, total))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Fake")
+
+        def empty(num_bytes, **keywords):
+            self.taken.append(num_bytes)
+            if sum(self.taken) > free:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return object()
+
+        monkeypatch.setattr(torch, "empty", empty)
+
+
+@pytest.fixture
+def planned():
+    from labkit.memory import plan
+    from labkit.specs import load_gpu, load_model
+    from labkit.specs.engine_config import EngineConfig
+
+    return plan(load_model("Qwen/Qwen3-0.6B"), load_gpu("H200"), EngineConfig(gpu_memory_utilization=0.5))
+
+
+def test_the_planned_pool_is_taken_as_one_server_would(one_thread, monkeypatch, planned):
+    card = FakeCard(monkeypatch, one_thread, planned.gpu.total_bytes, planned.gpu.total_bytes)
+    assert card_test.check_planned_pool(planned).status == "ok"
+    assert card.taken == [planned.breakdown.weights_bytes, planned.num_gpu_blocks * planned.block_bytes]
+
+
+def test_memory_that_is_not_free_names_the_utilization_that_is(one_thread, monkeypatch, planned):
+    total = planned.gpu.total_bytes
+    FakeCard(monkeypatch, one_thread, total // 4, total)
+    check = card_test.check_planned_pool(planned)
+    assert check.status == "problem"
+    assert "--gpu-memory-utilization 0.24" in check.fix
+
+
+def test_a_plan_for_another_card_takes_nothing(one_thread, monkeypatch, planned):
+    card = FakeCard(monkeypatch, one_thread, 80 * 2**30, 80 * 2**30)
+    check = card_test.check_planned_pool(planned)
+    assert check.status == "unknown"
+    assert "H200" in check.cause
+    assert card.taken == []
+
+
+def test_preflight_without_a_card_says_that_the_pool_was_not_taken(one_thread):
+    from labkit.doctor.machine import Machine
+    from labkit.doctor.preflight import preflight_of
+
+    found = preflight_of("Qwen/Qwen3-0.6B", "H200", {}, Machine(), test=True)
+    check = next(check for check in found.checks if check.name == "planned-pool")
+    assert check.status in ("unknown", "ok")
