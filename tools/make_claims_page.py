@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[1]
 INTRODUCTION = """# What tuning guides say
 
 Thirty sentences that guides repeat, each put to the test with the planner, the virtual GPU, simulated counters or
-vLLM's own rules; none of the numbers below needed a card, and each says how it was got. `labkit claims C04` tests one
-again. *Simulation* means the real scheduler and block pool with predicted step times (see [method](method.md));
-*counters, simulated* means a model of the L2, not a profiler.
+vLLM's own rules, some on a card; each says how its numbers were got. `labkit claims C04` tests one again. At the end
+stands the guides' [reference case](#case-a), under every reading of what it leaves open. *Simulation* means the real
+scheduler and block pool with predicted step times (see [method](method.md)); *counters, simulated* means a model of the
+L2, not a profiler.
 """
 
 
@@ -28,7 +29,7 @@ def page(results: dict[str, Any]) -> str:
     parts += [
         f"| [{row['claim']}](#{row['claim'].lower()}) | {_cell(row['statement'])} | {row['verdict']} |" for row in rows
     ]
-    for row in rows:
+    for row in [*rows, *results["reference_cases"]]:
         parts += [
             "",
             f"## {row['claim']}",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from labkit.advice.claims import claim_ids, judge, judge_all
+from labkit.advice.claims import claim_ids, judge, judge_all, limits, on_card
+from labkit.advice.claims.on_card import excess_percent
 from labkit.errors import UnknownNameError
 
 ROOT = Path(__file__).parents[2]
@@ -95,3 +96,30 @@ def test_results_and_page_are_what_the_code_gives(verdicts):
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     assert (ROOT / "docs" / "claims.md").read_text(encoding="utf-8") == tool.page(stored)
+
+
+def test_what_is_reserved_beyond_what_is_allocated():
+    # Peaks: 1,150 of 1,000 bytes; ratios of the moments 50, 15 and 20 %.
+    found = excess_percent([(100, 150), (1000, 1150), (0, 1150), (500, 600)])
+    assert (found["at the peak"], found["median"], found["largest"]) == pytest.approx((15, 20, 50))
+    assert excess_percent([]) == excess_percent([(0, 5)]) == {"at the peak": None, "median": None, "largest": None}
+
+
+def test_without_a_measurement_on_a_card_a_claim_says_so(monkeypatch):
+    monkeypatch.setattr(limits, "card_runs", lambda: {"card": "", "made": "", "rows": {}})
+    assert limits.c19().verdict == "not tested"
+    monkeypatch.setattr(on_card, "FILE", "no-such-file.json")
+    on_card.card_runs.cache_clear()
+    assert on_card.card_runs()["rows"] == {}
+    on_card.card_runs.cache_clear()
+
+
+@pytest.mark.parametrize(("excess", "verdict"), [((12, 14), "holds"), ((0.5, 12), "depends"), ((0.5, 40), "wrong")])
+def test_the_verdict_on_reserved_memory_follows_the_measurement(monkeypatch, excess, verdict):
+    rows = {f"reserved, {at}": {"what": str(at), "at the peak": value, "median": value}
+            for at, value in enumerate(excess)}  # fmt: skip
+    monkeypatch.setattr(limits, "card_runs", lambda: {"card": "X", "made": "2026-11-30T00", "rows": rows})
+    monkeypatch.setattr(limits, "measured_on", lambda: "X, 2026-11-30")
+    found = limits.c19()
+    assert found.verdict == verdict
+    assert found.numbers["measured on"] == "X, 2026-11-30"

@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from labkit.advice.claims import blocks, kv_bytes, limits, speed
+from labkit.advice.claims import blocks, case_a, kv_bytes, limits, speed
 from labkit.advice.claims.verdict import Verdict
 from labkit.errors import UnknownNameError
 from labkit.results import at_least, write_results
 from labkit.text import nearest, plain
 
+CASE_A = "CASE-A"
 VERDICTS = "claims with a verdict and numbers"
 
 CLAIMS: tuple[Callable[[], Verdict], ...] = (
@@ -20,7 +21,7 @@ CLAIMS: tuple[Callable[[], Verdict], ...] = (
     limits.c19, kv_bytes.c20, speed.c21, speed.c22, speed.c23, speed.c24, speed.c25, speed.c26, speed.c27, blocks.c28,
     speed.c29, speed.c30,
 )  # fmt: skip
-__all__ = ["CLAIMS", "Verdict", "claim_ids", "judge", "judge_all", "write_claims"]
+__all__ = ["CASE_A", "CLAIMS", "Verdict", "case_a", "claim_ids", "judge", "judge_all", "write_claims"]
 
 
 def claim_ids() -> tuple[str, ...]:
@@ -29,26 +30,29 @@ def claim_ids() -> tuple[str, ...]:
 
 
 def judge(claim: str) -> Verdict:
-    """Put one claim to the test.
+    """Put one claim to the test, or the guides' reference case by the name "CASE-A".
 
     Raises:
         UnknownNameError: no such claim; names the nearest.
     """
     wanted = claim.strip().upper()
+    if wanted == CASE_A:
+        return case_a.judge_case()
     for test in CLAIMS:
         if test.__name__.upper() == wanted:
             return test()
-    close = nearest(wanted, claim_ids()) or "C01 to C30"
+    close = nearest(wanted, claim_ids()) or f"C01 to C30, {CASE_A}"
     raise UnknownNameError(f"there is no claim {plain(claim, 40)!r}", works=close)
 
 
 def write_claims(path: str | os.PathLike[str], claims: Iterable[str] | None = None) -> dict[str, Any]:
     """Judge and write a results file; returns its content."""
     verdicts = judge_all(claims)
+    reference = [] if claims is not None else [case_a.judge_case().to_dict()]
     judged = sum(1 for verdict in verdicts if verdict.verdict != "not tested")
     return write_results(
         path, command="labkit claims --out results/claims.json", rows=[verdict.to_dict() for verdict in verdicts],
-        summary={VERDICTS: at_least(judged, len(CLAIMS))},
+        summary={VERDICTS: at_least(judged, len(CLAIMS))}, reference_cases=reference,
     )  # fmt: skip
 
 

@@ -31,9 +31,17 @@ Row = dict[str, Any]
 
 @lru_cache(maxsize=1)
 def card_runs() -> dict[str, Any]:
-    """What was measured on a card, as `write_results` wrote it; rows by their key under "rows"."""
-    found = json.loads(resources.files("labkit.advice.claims").joinpath(FILE).read_text(encoding="utf-8"))
-    return {**found, "rows": {row["key"]: row for row in found["rows"]}}
+    """What was measured on a card, as `write_results` wrote it, `rows` by their key; no rows where nothing was."""
+    file = resources.files("labkit.advice.claims").joinpath(FILE)
+    found: dict[str, Any] = {"card": "", "made": "", "rows": []}
+    if file.is_file():
+        found = json.loads(file.read_text(encoding="utf-8"))
+    return {**found, "rows": {row["key"]: row for row in found["rows"] if "error" not in row}}
+
+
+def measured_on() -> str:
+    """Card and date of `card_runs`: "NVIDIA H200, 2026-11-30"."""
+    return f"{card_runs()['card']}, {card_runs()['made'][:10]}"
 
 
 def excess_percent(states: Sequence[tuple[int, int]]) -> Row:
@@ -102,7 +110,7 @@ def reserved_by_generate(say: Say, num_batches: int = 8, device: str = "cuda", *
 
     sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
              "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
-    config = Qwen2Config(**{**sizes, **shape})
+    config = Qwen2Config(**{**sizes, **shape})  # type: ignore[arg-type]
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     on_card = device != "cpu"

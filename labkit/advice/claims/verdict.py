@@ -17,7 +17,9 @@ from labkit.specs.engine_config import EngineConfig
 from labkit.specs.workload import Workload
 
 Word = Literal["holds", "wrong", "depends", "not tested"]
-Method = Literal["plan", "simulation", "counters, simulated", "rules of vLLM", "timing on this CPU"]
+Method = Literal[
+    "plan", "simulation", "counters, simulated", "rules of vLLM", "timing on this CPU", "measured on a card"
+]
 
 
 @dataclass(frozen=True)
