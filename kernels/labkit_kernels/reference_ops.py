@@ -8,6 +8,9 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+E4M3_MAX = 448.0
+# As vLLM: a row of zeros has this scale, not 0.
+SMALLEST_SCALE = 1.0 / (E4M3_MAX * 512.0)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _MASK = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -50,6 +53,12 @@ def copy_blocks(caches: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]
     for cache in caches:
         for source, target in pairs:
             cache[target] = cache[source]
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row of x `[rows, columns]` as float8_e4m3fn, and its scale max |x| / 448, float32 `[rows, 1]`."""
+    scales = (x.abs().amax(1, keepdim=True).float() / E4M3_MAX).clamp_(min=SMALLEST_SCALE)
+    return (x.float() / scales).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales
 
 
 def awq_pack(values: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from labkit.errors import UnsupportedError
 from labkit.models.attention import AttentionBackend
-from labkit.models.linear import PackedMatrix, project, project_few
+from labkit.models.linear import Weight, project, project_few
 from labkit.models.moe import MoeWeights, route_tokens
 from labkit.models.rope import RotaryTable
 from labkit.models.supported import check_supported
@@ -23,7 +23,7 @@ _FIRST_POSITIONS = 8192
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Weights of one layer; matrices as `F.linear` takes them, `[out, in]`, or packed in that shape.
+    """Weights of one layer; matrices as `F.linear` takes them, `[out, in]`, or of that shape and stored otherwise.
 
     Attributes:
         qkv: Q, K and V rows of this rank, in this order; `qkv_bias` beside it.
@@ -33,12 +33,12 @@ class LayerWeights:
         after_attention_norm, after_mlp_norm: after them, in models with sandwich norms.
     """
 
-    qkv: torch.Tensor | PackedMatrix
-    output: torch.Tensor | PackedMatrix
+    qkv: Weight
+    output: Weight
     attention_norm: torch.Tensor
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor | PackedMatrix | None = None
-    down: torch.Tensor | PackedMatrix | None = None
+    gate_up: Weight | None = None
+    down: Weight | None = None
     qkv_bias: torch.Tensor | None = None
     output_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
@@ -48,7 +48,7 @@ class LayerWeights:
     after_mlp_norm: torch.Tensor | None = None
     moe: MoeWeights | None = None
 
-    def tensors(self) -> Iterator[torch.Tensor | PackedMatrix]:
+    def tensors(self) -> Iterator[Weight]:
         """Every tensor of the layer."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -65,9 +65,9 @@ class DecoderWeights:
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    head: torch.Tensor | PackedMatrix
+    head: Weight
 
-    def tensors(self) -> Iterator[torch.Tensor | PackedMatrix]:
+    def tensors(self) -> Iterator[Weight]:
         """Every tensor once."""
         yield self.embedding
         if self.head is not self.embedding:

@@ -6,6 +6,8 @@ takes up to twice the memory time; weights reordered once, at loading, do not (1
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 
@@ -13,6 +15,27 @@ import torch.nn.functional as F
 _ROWS_HINT = 8
 # Below this many rows, rows are added: the four-row kernel takes less time than those for one to three.
 _FEWEST_ROWS = 4
+
+
+class Matrix(Protocol):
+    """A weight `[out, in]` that is stored in another form than a plain tensor and multiplies by itself."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(out, in)`."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is stored, scales included."""
+        ...
+
+    def project(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`x @ weight.T + bias`: `[T, in]` → `[T, out]`, contiguous."""
+        ...
+
+
+Weight = torch.Tensor | Matrix
 
 
 class PackedMatrix:
@@ -56,19 +79,19 @@ def pack(weight: torch.Tensor) -> torch.Tensor | PackedMatrix:
         return weight
 
 
-def project(x: torch.Tensor, weight: torch.Tensor | PackedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias` for a plain or a packed weight."""
-    return weight.project(x, bias) if isinstance(weight, PackedMatrix) else F.linear(x, weight, bias)
+def project(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias` for a plain weight or one that is stored otherwise."""
+    return F.linear(x, weight, bias) if isinstance(weight, torch.Tensor) else weight.project(x, bias)
 
 
-def project_few(x: torch.Tensor, weight: torch.Tensor | PackedMatrix) -> torch.Tensor:
+def project_few(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """`x @ weight.T` where `weight` is large and must stay plain, such as a head tied to the embedding.
 
     For up to eight float32 rows MKL computes `weight @ x.T` up to three times faster than `x @ weight.T`.
     """
     num_rows = x.shape[0]
     is_slow = x.dtype == torch.float32 and x.device.type == "cpu" and num_rows <= 8
-    if isinstance(weight, PackedMatrix) or not is_slow:
+    if not isinstance(weight, torch.Tensor) or not is_slow:
         return project(x, weight)
     if num_rows == 1:
         x = torch.cat((x, torch.zeros_like(x)))

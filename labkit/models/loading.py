@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
@@ -12,19 +13,24 @@ from typing import Any
 import torch
 
 from labkit.errors import FileFormatError, OutOfRangeError
+from labkit.models.awq_loading import AwqPart, AwqReader
 from labkit.models.decoder import Decoder, DecoderWeights, LayerWeights
 from labkit.models.hub import find_model_files
-from labkit.models.linear import PackedMatrix, pack
-from labkit.models.moe import MoeWeights
+from labkit.models.linear import Weight, pack
+from labkit.models.moe import MoeWeights, stacked
+from labkit.models.quantization import engine_format
+from labkit.models.quantized import AwqMatrix, quantize_fp8
 from labkit.models.supported import check_supported
 from labkit.models.weight_sources import DummySource, GgufSource, SafetensorsSource, WeightSource
 from labkit.specs.gguf import read_gguf
-from labkit.specs.model_spec import LayerSpec, ModelSpec
+from labkit.specs.model_spec import LayerSpec, ModelSpec, WeightFormat
 from labkit.text import nearest, plain
 
 DTYPES = MappingProxyType({"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16})
 # Prefixes under which the same decoder is stored: alone, as an embedding model, inside a multimodal model.
 _PREFIXES = ("", "model.", "language_model.", "model.language_model.")
+# Name, rows of the whole, rows of this rank.
+_Part = tuple[str, int, slice]
 # Tensors that files carry beside the decoder and that labkit's network does not need.
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq|(model\.)?(vision_tower|visual|multi_modal_projector|vision_model)\..*")
 
@@ -41,6 +47,8 @@ def load_model_weights(
     tp_size: int = 1,
     all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
     pack_weights: bool = True,
+    quantization: str | None = None,
+    dequantize: bool | None = None,
 ) -> Decoder:
     """A decoder with weights.
 
@@ -55,16 +63,23 @@ def load_model_weights(
             too, or repeated where there are fewer than ranks.
         all_reduce: sum over the ranks, for `tp_size` above 1.
         pack_weights: on the CPU, keep matrices in the order that makes products fast (`labkit.models.linear`).
+        quantization: vLLM's word for the weight format; "fp8" quantises 16-bit weights while they are loaded.
+        dequantize: keep the rounded values in `dtype` instead of the smaller format; None does so on a CPU, where
+            no product of these formats is faster.
 
     Raises:
         FileFormatError: no such source, or a tensor is missing, unexpected or of another shape; it is named.
         UnsupportedError: the decoder or the reader lacks something that the model has.
-        OutOfRangeError: heads or widths that `tp_size` does not divide, or a dtype that does not exist.
+        OutOfRangeError: heads or widths that `tp_size` does not divide, or a dtype or `quantization` that the model's
+            files do not have.
     """
     check_supported(spec)
     _check_parallel(spec, tp_rank, tp_size)
-    opened = _open(spec, source, load_format, seed)
-    loader = _Loader(spec, opened, _torch_dtype(spec, dtype), torch.device(device), pack if pack_weights else _as_is)
+    fmt = engine_format(spec, quantization, load_format)
+    target = torch.device(device)
+    storage = _Storage(fmt, pack_weights, target.type == "cpu" if dequantize is None else dequantize)
+    opened = _open(spec.replace(weight_format=fmt), source, load_format, seed)
+    loader = _Loader(spec, opened, _torch_dtype(spec, dtype), target, storage)
     weights = loader.weights(tp_rank, tp_size)
     loader.check_all_used()
     return Decoder(spec, weights, tp_size=tp_size, all_reduce=all_reduce)
@@ -114,6 +129,28 @@ def _check_parallel(spec: ModelSpec, rank: int, size: int) -> None:
             )
 
 
+@dataclass(frozen=True)
+class _Storage:
+    """How matrices are kept: in which format, in the CPU's order, or with the format undone."""
+
+    fmt: WeightFormat
+    packs: bool
+    dequantizes: bool
+
+    def finish(self, weight: torch.Tensor, part: str) -> Weight:
+        """`weight` as it is kept; `part` as in `WeightFormat.unquantized`."""
+        if self.fmt.kind == "fp8" and part not in self.fmt.unquantized:
+            quantized = quantize_fp8(weight, per_channel=self.fmt.group_size == 0)
+            if not self.dequantizes:
+                return quantized
+            weight = quantized.dequantize(weight.dtype)
+        return pack(weight) if self.packs and part != "experts" else weight
+
+    def finish_awq(self, matrix: AwqMatrix, part: str, dtype: torch.dtype) -> Weight:
+        """The same for a matrix that was stored in 4 bits."""
+        return self.finish(matrix.dequantize(dtype), part) if self.dequantizes else matrix
+
+
 class _Loader:
     """Reads the tensors of one spec from one source and remembers which were used."""
 
@@ -123,12 +160,13 @@ class _Loader:
         source: WeightSource,
         dtype: torch.dtype,
         device: torch.device,
-        finish: Callable[[torch.Tensor], torch.Tensor | PackedMatrix],
+        storage: _Storage,
     ) -> None:
         self.spec = spec
-        self.finish = finish
+        self.storage = storage
+        self.dtype = dtype
+        self.awq = AwqReader(self._whole, storage.fmt.group_size, device)
         self._source = source
-        self._dtype = dtype
         self._device = device
         self._used: set[str] = set()
         self._is_dummy = isinstance(source, DummySource)
@@ -149,9 +187,9 @@ class _Loader:
         layers = tuple(
             _LayerLoader(self, layer, index, rank, size).weights() for index, layer in enumerate(spec.layers)
         )
-        head: torch.Tensor | PackedMatrix = embedding
+        head: Weight = embedding
         if not spec.tie_word_embeddings and not spec.is_embedding:
-            head = self.finish(self.one(self._head_name(), (spec.vocab_size, spec.hidden_size)))
+            head = self.storage.finish(self.one(self._head_name(), (spec.vocab_size, spec.hidden_size)), "lm_head")
         return DecoderWeights(embedding, layers, self.norm("norm.weight", (spec.hidden_size,)), head)
 
     def _head_name(self) -> str:
@@ -161,6 +199,12 @@ class _Loader:
     def has(self, name: str) -> bool:
         """The source stores `name`; a generator has no names of its own."""
         return self._source.shape(self._full(name)) is not None
+
+    def is_awq(self, name: str, part: str) -> bool:
+        """The matrix `name` is stored in 4 bits; files may leave out modules one by one."""
+        if self.storage.fmt.kind != "awq":
+            return False
+        return part not in self.storage.fmt.unquantized if self._is_dummy else self.has(f"{name}.qweight")
 
     def one(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.stack([(name, shape)])
@@ -181,7 +225,7 @@ class _Loader:
             pieces = [self._filled(name, shape)[cut] for (name, shape), cut in zip(parts, axis_slices, strict=True)]
             return torch.cat(pieces).contiguous().to(self._device)
         rows = sum(shape[0] for _, shape in parts)
-        out = torch.empty((rows, *parts[0][1][1:]), dtype=self._dtype, device=self._fill_device())
+        out = torch.empty((rows, *parts[0][1][1:]), dtype=self.dtype, device=self._fill_device())
         start = 0
         for name, shape in parts:
             self._source.fill(self._full(name), out[start : start + shape[0]])
@@ -199,10 +243,14 @@ class _Loader:
                 f"the weights hold {len(unused)} tensors that {plain(self.spec.name, 80)} has no place for: {shown}"
             )
 
-    def _filled(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        out = torch.empty(shape, dtype=self._dtype, device=self._fill_device())
+    def _filled(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        out = torch.empty(shape, dtype=dtype or self.dtype, device=self._fill_device())
         self._source.fill(self._full(name), out)
         return out
+
+    def _whole(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self._check(name, shape)
+        return self._filled(name, shape, dtype)
 
     def _fill_device(self) -> torch.device:
         return self._device if self._is_dummy else torch.device("cpu")
@@ -243,9 +291,9 @@ class _LayerLoader:
         mlp = self._moe() if self._layer.num_experts else self._dense_mlp()
         output_rows = self._layer.num_heads * (self._layer.v_head_dim or self._layer.head_dim)
         return LayerWeights(
-            qkv=self._loader.finish(self._qkv("weight", (hidden,))),
-            qkv_bias=self._qkv("bias", ()) if spec.qkv_bias else None,
-            output=self._loader.finish(self._columns("self_attn.o_proj.weight", (hidden, output_rows))),
+            qkv=self._fused("self_attn.", "qkv_proj", self._qkv_parts(), hidden, "attention"),
+            qkv_bias=self._rows("self_attn.", "qkv_proj", self._qkv_parts(), "bias", ()) if spec.qkv_bias else None,
+            output=self._columns("self_attn.o_proj", (hidden, output_rows), "attention"),
             output_bias=self._summed_bias("self_attn.o_proj.bias") if spec.attention_bias else None,
             head_norm=self._head_norm() if spec.qk_norm else None,
             attention_norm=self._norm("input_layernorm.weight"),
@@ -258,23 +306,30 @@ class _LayerLoader:
     def _norm(self, name: str) -> torch.Tensor:
         return self._loader.norm(self._prefix + name, (self._spec.hidden_size,))
 
-    def _qkv(self, kind: str, rest: tuple[int, ...]) -> torch.Tensor:
+    def _qkv_parts(self) -> list[_Part]:
         kv_ranks = min(self._size, self._layer.num_kv_heads)
         kv_rank = self._rank * kv_ranks // self._size
-        parts = [
+        return [
             ("q_proj", self._q_rows, _share(self._q_rows, self._rank, self._size)),
             ("k_proj", self._k_rows, _share(self._k_rows, kv_rank, kv_ranks)),
             ("v_proj", self._v_rows, _share(self._v_rows, kv_rank, kv_ranks)),
         ]
-        return self._rows("self_attn.", "qkv_proj", parts, kind, rest)
 
-    def _rows(
-        self, room: str, fused: str, parts: Sequence[tuple[str, int, slice]], kind: str, rest: tuple[int, ...]
-    ) -> torch.Tensor:
-        """This rank's rows of several matrices, one after the other; stored each alone or all in one (Phi-3).
+    def _fused(self, room: str, fused: str, parts: Sequence[_Part], inputs: int, part: str) -> Weight:
+        """This rank's rows of several matrices as one, in the engine's weight format."""
+        loader, prefix = self._loader, self._prefix + room
+        if loader.is_awq(prefix + fused, part) and not loader.is_awq(prefix + parts[0][0], part):
+            starts = list(accumulate([count for _, count, _ in parts], initial=0))
+            cuts = [slice(start + cut.start, start + cut.stop) for start, (*_, cut) in zip(starts, parts, strict=False)]
+            stored = [AwqPart(prefix + fused, starts[-1], inputs, cut) for cut in cuts]
+        elif loader.is_awq(prefix + parts[0][0], part):
+            stored = [AwqPart(prefix + name, count, inputs, cut) for name, count, cut in parts]
+        else:
+            return loader.storage.finish(self._rows(room, fused, parts, "weight", (inputs,)), part)
+        return loader.storage.finish_awq(loader.awq.rows(stored), part, loader.dtype)
 
-        `parts` are (name, rows of the whole, rows of this rank).
-        """
+    def _rows(self, room: str, fused: str, parts: Sequence[_Part], kind: str, rest: tuple[int, ...]) -> torch.Tensor:
+        """This rank's rows of several matrices, one after the other; stored each alone or all in one (Phi-3)."""
         loader, prefix = self._loader, self._prefix + room
         if not loader.has(f"{prefix}{fused}.{kind}"):
             named = [(f"{prefix}{name}.{kind}", (count, *rest)) for name, count, _ in parts]
@@ -286,12 +341,15 @@ class _LayerLoader:
         cuts = [(slice(start + cut.start, start + cut.stop),) for start, (*_, cut) in zip(starts, parts, strict=False)]
         return loader.stack([whole] * len(parts), cuts)
 
-    def _columns(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
-        """A matrix whose input is divided over the ranks."""
-        if self._size == 1:
-            return self._loader.one(self._prefix + name, shape)
-        cut = (slice(None), _share(shape[1], self._rank, self._size))
-        return self._loader.stack([(self._prefix + name, shape)], [cut])
+    def _columns(self, name: str, shape: tuple[int, int], part: str) -> Weight:
+        """A matrix whose input is divided over the ranks, in the engine's weight format."""
+        loader, cut = self._loader, _share(shape[1], self._rank, self._size)
+        if loader.is_awq(self._prefix + name, part):
+            matrix = loader.awq.columns(AwqPart(self._prefix + name, *shape, cut))
+            return loader.storage.finish_awq(matrix, part, loader.dtype)
+        stored = (f"{self._prefix}{name}.weight", shape)
+        weight = loader.one(*stored) if self._size == 1 else loader.stack([stored], [(slice(None), cut)])
+        return loader.storage.finish(weight, part)
 
     def _summed_bias(self, name: str) -> torch.Tensor:
         """A bias behind an all-reduce: the first rank adds it, the others add zero."""
@@ -307,17 +365,14 @@ class _LayerLoader:
     def _dense_mlp(self) -> dict[str, Any]:
         width = self._layer.intermediate_size or self._spec.intermediate_size
         hidden, has_bias = self._spec.hidden_size, self._spec.mlp_bias
+        names = ("gate_proj", "up_proj") if self._spec.gated_mlp else ("up_proj",)
+        parts = [(name, width, _share(width, self._rank, self._size)) for name in names]
         return {
-            "gate_up": self._loader.finish(self._gate_up("weight", width, (hidden,))),
-            "gate_up_bias": self._gate_up("bias", width, ()) if has_bias else None,
-            "down": self._loader.finish(self._columns("mlp.down_proj.weight", (hidden, width))),
+            "gate_up": self._fused("mlp.", "gate_up_proj", parts, hidden, "mlp"),
+            "gate_up_bias": self._rows("mlp.", "gate_up_proj", parts, "bias", ()) if has_bias else None,
+            "down": self._columns("mlp.down_proj", (hidden, width), "mlp"),
             "down_bias": self._summed_bias("mlp.down_proj.bias") if has_bias else None,
         }
-
-    def _gate_up(self, kind: str, width: int, rest: tuple[int, ...]) -> torch.Tensor:
-        names = ("gate_proj", "up_proj") if self._spec.gated_mlp else ("up_proj",)
-        cut = _share(width, self._rank, self._size)
-        return self._rows("mlp.", "gate_up_proj", [(name, width, cut) for name in names], kind, rest)
 
     def _moe(self) -> dict[str, Any]:
         moe, hidden = self._spec.moe, self._spec.hidden_size
@@ -325,17 +380,13 @@ class _LayerLoader:
             raise FileFormatError(f"{plain(self._spec.name, 80)} has experts in a layer and does not describe them")
         gate_up, down = [], []
         cut = _share(moe.intermediate_size, self._rank, self._size)
+        parts = [(name, moe.intermediate_size, cut) for name in ("gate_proj", "up_proj")]
         for index in range(moe.num_experts):
             room = f"mlp.experts.{index}."
-            parts = [(name, moe.intermediate_size, cut) for name in ("gate_proj", "up_proj")]
-            gate_up.append(self._rows(room, "gate_up_proj", parts, "weight", (hidden,)))
-            down.append(self._columns(f"{room}down_proj.weight", (hidden, moe.intermediate_size)))
+            gate_up.append(self._fused(room, "gate_up_proj", parts, hidden, "experts"))
+            down.append(self._columns(f"{room}down_proj", (hidden, moe.intermediate_size), "experts"))
         router = self._loader.one(f"{self._prefix}mlp.gate.weight", (moe.num_experts, hidden))
-        return {"moe": MoeWeights(router, torch.stack(gate_up), torch.stack(down), moe.num_experts_per_tok)}
-
-
-def _as_is(weight: torch.Tensor) -> torch.Tensor:
-    return weight
+        return {"moe": MoeWeights(router, stacked(gate_up), stacked(down), moe.num_experts_per_tok)}
 
 
 def _share(length: int, rank: int, size: int) -> slice:

@@ -28,6 +28,11 @@ from labkit.text import plain
 _MAX_INDEX_BYTES = 64 * 2**20
 _MAX_SAFETENSORS_HEADER = 16 * 2**20
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+# Words of eight 4-bit numbers.
+_PACKED = (".qweight", ".qzeros")
+_ZEROS_OF_8 = 0x88888888 - 2**32
+# Root mean square of -8 to 7.
+_SPREAD_OF_NIBBLES = math.sqrt(21.5)
 
 
 class WeightSource(Protocol):
@@ -128,8 +133,9 @@ class SafetensorsSource:
         shown = f"tensor {plain(name, 80)!r} of {plain(self._folder / file_name, 200)}"
         if name in self._shapes:
             raise FileFormatError(f"{shown} is in {plain(self._files[name], 120)} too")
-        if kind not in _FLOATS:
-            raise FileFormatError(f"{shown} has type {kind}, allowed are {', '.join(sorted(_FLOATS))}")
+        allowed = {"I32"} if name.endswith(_PACKED) else _FLOATS
+        if kind not in allowed:
+            raise FileFormatError(f"{shown} has type {kind}, allowed are {', '.join(sorted(allowed))}")
         self._shapes[name], self._files[name] = shape, file_name
 
 
@@ -243,6 +249,7 @@ class DummySource:
     def __init__(self, spec: ModelSpec, seed: int = 0) -> None:
         self._neutral = 0.0 if spec.norm_offset else 1.0
         self._seed = seed
+        self._hidden_size, self._group_size = spec.hidden_size, spec.weight_format.group_size
 
     def names(self) -> Set[str]:
         """No names of its own: it has any tensor."""
@@ -262,5 +269,18 @@ class DummySource:
             return
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         generator = torch.Generator(out.device).manual_seed(int.from_bytes(digest[:7], "little"))
+        if name.endswith((*_PACKED, ".scales")):
+            self._fill_awq(name, out, generator)
+            return
         scale = 0.02 if name.endswith("embed_tokens.weight") else 1 / math.sqrt(out.shape[-1])
         out.normal_(0.0, scale, generator=generator)
+
+    def _fill_awq(self, name: str, out: torch.Tensor, generator: torch.Generator) -> None:
+        """Evenly spread 4-bit numbers around the zero point 8, as wide as the 16-bit weights would be."""
+        if name.endswith(".qweight"):
+            out.random_(-(2**31), 2**31, generator=generator)
+        elif name.endswith(".qzeros"):
+            out.fill_(_ZEROS_OF_8)
+        else:
+            inputs = out.shape[0] * self._group_size if self._group_size else self._hidden_size
+            out.fill_(1 / (_SPREAD_OF_NIBBLES * math.sqrt(inputs)))
