@@ -16,6 +16,7 @@ from labkit.engine.cuda_attention import CudaAttention
 from labkit.errors import UnsupportedError
 from labkit.models.decoder import Decoder
 from labkit.models.linear import project
+from labkit.models.moe import reads_on_host
 from labkit.specs.model_spec import ModelSpec
 
 _GATED = {
@@ -38,6 +39,12 @@ def can_fuse(spec: ModelSpec) -> bool:
     return (
         plain_layers and spec.gated_mlp and spec.hidden_act in _GATED and not (spec.norm_offset or spec.sandwich_norms)
     )
+
+
+def why_eager(decoder: Decoder) -> str:
+    """Why no graph can hold this model's decode step; "" where one can."""
+    reasons = (reads_on_host(layer.moe) for layer in decoder.weights.layers if layer.moe is not None)
+    return next((reason for reason in reasons if reason), "")
 
 
 class FusedForward:
