@@ -1,4 +1,8 @@
-"""`DecodeGraphs`: captured decode steps for bucketed numbers of sequences; a step runs padded in the next larger."""
+"""`StepGraphs`: captured steps of a few shapes; a step runs padded in the next larger one.
+
+Steps that only decode have a graph for many numbers of sequences. Steps in which prompts are computed beside them have
+one for several numbers of tokens: which of its rows decode is read on the device.
+"""
 
 from __future__ import annotations
 
@@ -7,41 +11,45 @@ from collections.abc import Callable
 
 import torch
 
-LARGEST_CAPTURE = 512
+from labkit.engine.cuda_inputs import StepShape
+from labkit.engine.launch_rules import capture_sizes, mixed_capture_sizes
+
+# Prompts that a captured step has places for.
+MAX_PROMPTS = 8
 
 
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, every 8 up to 64, every 16 up to 256, every 32 up to 512; none above what may run, which is the last."""
-    largest = min(max_num_seqs, LARGEST_CAPTURE)
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, LARGEST_CAPTURE + 1, 32)]
-    return [size for size in sizes if size < largest] + [largest]
+def decode_shapes(max_num_seqs: int) -> list[StepShape]:
+    """Of steps that only decode, smallest first."""
+    return [StepShape(size, size) for size in capture_sizes(max_num_seqs)]
 
 
-class DecodeGraphs:
+def mixed_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
+    """Of steps that compute prompts too, smallest first; in larger ones the card is slower than the host's launches."""
+    prompts = min(MAX_PROMPTS, max_num_seqs)
+    sizes = mixed_capture_sizes(max_num_batched_tokens)
+    return [StepShape(size, min(size, max_num_seqs), prompts) for size in sizes]
+
+
+class StepGraphs:
     """Graphs of one allocation, in one memory pool; the largest is captured first, the others reuse its memory.
 
     Args:
-        prepare: brings a padding step of so many sequences to the staging buffer and returns what computes it.
+        prepare: brings a padding step of a shape to the staging buffer and returns what computes it.
         stream: on which to warm up and capture; libraries keep their workspace for it from one capture to the next.
     """
 
-    def __init__(self, prepare: Callable[[int], Callable[[], torch.Tensor]], stream: torch.cuda.Stream) -> None:
+    def __init__(self, prepare: Callable[[StepShape], Callable[[], torch.Tensor]], stream: torch.cuda.Stream) -> None:
         self._prepare = prepare
         self._stream = stream
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._sizes: list[int] = []
+        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._shapes: tuple[list[StepShape], list[StepShape]] = ([], [])
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Captured sizes, smallest first."""
-        return tuple(self._sizes)
-
-    def capture(self, size: int, *, warm_up: bool) -> None:
-        """Capture the step of `size` sequences; warming up compiles and loads what it launches."""
+    def capture(self, shape: StepShape, *, warm_up: bool) -> None:
+        """Capture the step of a shape; warming up compiles and loads what it launches."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            compute = self._prepare(size)
+            compute = self._prepare(shape)
             if warm_up:
                 compute()
             self._stream.synchronize()
@@ -52,16 +60,23 @@ class DecodeGraphs:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._graphs[size] = (graph, tokens)
-        bisect.insort(self._sizes, size)
+        self._graphs[shape] = (graph, tokens)
+        bisect.insort(self._shapes[shape.num_prompts > 0], shape)
 
-    def size_for(self, num_seqs: int) -> int:
-        """The captured size that takes `num_seqs` sequences; 0 where none does."""
-        index = bisect.bisect_left(self._sizes, num_seqs)
-        return self._sizes[index] if index < len(self._sizes) else 0
+    def shape_for(self, filled: StepShape) -> StepShape | None:
+        """The captured shape that takes a step; None where none does."""
+        return next_larger(self._shapes[filled.num_prompts > 0], filled)
 
-    def replay(self, size: int) -> torch.Tensor:
-        """Run the graph; its tokens int64 [size], valid until the next replay."""
-        graph, tokens = self._graphs[size]
+    def replay(self, shape: StepShape) -> torch.Tensor:
+        """Run the graph; its tokens int64 [places], valid until the next replay."""
+        graph, tokens = self._graphs[shape]
         graph.replay()
         return tokens
+
+
+def next_larger(shapes: list[StepShape], filled: StepShape) -> StepShape | None:
+    """The first of `shapes`, smallest first, that has room for `filled`; None where none has."""
+    index = bisect.bisect_left(shapes, filled.num_tokens, key=lambda shape: shape.num_tokens)
+    if index == len(shapes) or shapes[index].num_prompts < filled.num_prompts:
+        return None
+    return shapes[index]

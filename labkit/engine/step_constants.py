@@ -25,14 +25,20 @@ class StepConstants:
         expert_efficiency: grouped products over plain ones.
         kv_efficiency, kv_efficiency_8bit: decode attention, of the memory bandwidth.
         attention_efficiency: prefill attention, of the 16-bit peak.
-        attention_floor_s: shortest decode attention of a layer.
+        attention_floor_s: shortest attention of a layer.
+        elementwise_efficiency: norms, rotations and activations, of the memory bandwidth.
+        sampling_passes, sampling_floor_s: logits read, as passes over float32 numbers; the shortest time for it.
         all_reduce_s, link_efficiency: one all-reduce; share of the link's bandwidth.
         step_s, layer_s, moe_layer_s, request_s: host and launch time of a step, a layer, a layer's routing, a request.
-        eager_layer_s: host time of one layer's launches without CUDA graphs.
+        eager_step_s, eager_layer_s: host time that a step without CUDA graphs takes more, and each of its layers.
+        token_s: host time of one prompt token.
         first_token_s: HTTP, tokenizer and detokenizer, added to the time to first token.
         lag_steps: steps that a new request waits because they were queued before (asynchronous scheduling).
         host_link_bytes_per_s: between card and host memory.
         correction: one factor over the whole step, 1 until calibrated.
+        products: measured seconds of 16-bit products as (elements of the matrix, rows, seconds), on a grid; empty
+            where only the shares above are known.
+        product_factor: over the times that `products` gives.
         interval_low, interval_high: a prediction times these is the range that holds 90 % of measured values.
         level: where the constants come from.
     """
@@ -46,17 +52,24 @@ class StepConstants:
     kv_efficiency_8bit: float
     attention_efficiency: float
     attention_floor_s: float
+    elementwise_efficiency: float
+    sampling_passes: float
+    sampling_floor_s: float
     all_reduce_s: float
     link_efficiency: float
     step_s: float
     layer_s: float
     moe_layer_s: float
     request_s: float
+    eager_step_s: float
     eager_layer_s: float
+    token_s: float
     first_token_s: float
     lag_steps: float
     host_link_bytes_per_s: float
     correction: float = 1.0
+    product_factor: float = 1.0
+    products: tuple[tuple[float, float, float], ...] = ()
     interval_low: float = 0.5
     interval_high: float = 2.0
     level: Level = "data sheet"

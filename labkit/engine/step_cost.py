@@ -23,6 +23,15 @@ class MatrixCost:
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """Weights of one shape: elements of each, how many a step multiplies with, and whether they make logits."""
+
+    num_elements: float
+    number: int
+    is_head: bool
+
+
+@dataclass(frozen=True)
 class KvCost:
     """Attention layers of one kind on one card.
 
@@ -50,6 +59,8 @@ class StepCost:
             routed experts that live on the card.
         weight_kind: the matrices' format, such as "16bit", "fp8", "awq".
         num_experts, experts_per_tok: of a layer; 0 without.
+        matrices: the same products as `dense` and `head`, one by one.
+        elementwise_bytes: read and written for each token by norms, rotations and activations of all layers.
         kv: attention layers by kind.
         num_layers, num_moe_layers, vocab_size: of the model; hidden_bytes: of one token's activations.
         tensor_parallel_size: cards that share each layer.
@@ -68,6 +79,8 @@ class StepCost:
     hidden_bytes: int
     tensor_parallel_size: int
     kv_is_quantized: bool
+    matrices: tuple[Matrix, ...] = ()
+    elementwise_bytes: float = 0.0
 
 
 def step_cost(model: ModelSpec, config: EngineConfig) -> StepCost:
@@ -77,10 +90,14 @@ def step_cost(model: ModelSpec, config: EngineConfig) -> StepCost:
     form = weight_format(model, config.quantization)
     share = Sharing(config.tensor_parallel_size, 1, config.enable_expert_parallel)
     sums: dict[str, list[float]] = {"dense": [0.0, 0.0], _HEAD: [0.0, 0.0], _EXPERTS: [0.0, 0.0]}
+    matrices: dict[tuple[float, bool], int] = {}
     for tensor, number in stage_tensors(model, StageLayers(0, model.num_layers, model.num_layers), share):
         for name in _uses(tensor, model):
             sums[name][0] += number * tensor_bytes(tensor, form, dtype)
             sums[name][1] += number * tensor.rank_elements if tensor.is_matrix else 0
+            if tensor.is_matrix and name != _EXPERTS:
+                key = (float(tensor.rank_elements), name == _HEAD)
+                matrices[key] = matrices.get(key, 0) + number
     moe = model.moe
     fmt = kv_format(stored_kv_dtype(model, config), dtype)
     return StepCost(
@@ -97,7 +114,18 @@ def step_cost(model: ModelSpec, config: EngineConfig) -> StepCost:
         hidden_bytes=model.hidden_size * ELEMENT_BYTES[dtype],
         tensor_parallel_size=config.tensor_parallel_size,
         kv_is_quantized=fmt.bits < 16,
+        matrices=tuple(Matrix(elements, number, is_head) for (elements, is_head), number in matrices.items()),
+        elementwise_bytes=float(ELEMENT_BYTES[dtype] * sum(_elementwise(model, layer) for layer in model.layers))
+        / config.tensor_parallel_size,
     )
+
+
+def _elementwise(model: ModelSpec, layer: LayerSpec) -> int:
+    """Numbers that a layer's kernels between products read and write for one token: two norms with their sum, the
+    heads' rotation, and the gated activation."""
+    heads = layer.num_heads + 2 * layer.num_kv_heads
+    width = model.intermediate_size if layer.intermediate_size is None else layer.intermediate_size
+    return 8 * model.hidden_size + 2 * heads * layer.head_dim + 3 * (width or 0)
 
 
 def _uses(tensor: WeightTensor, model: ModelSpec) -> tuple[str, ...]:

@@ -2,8 +2,11 @@
 
     t     = gemm(dense) + gemm(active experts) + gemm(head) + kv + prefill attention + communication + host
     gemm  = (tb^p + tf^p)^(1/p);  tb = bytes/(bandwidth·e),  tf = 2·elements·tokens/(peak·e')      p = 5
+            or, where products of the card were measured, between the measured ones
     active experts of E = E·(1 - (1 - k/E)^tokens)
     host  = o0 + oL·layers + oB·requests
+
+Where the host puts the next step together while the card computes, t is the longer of card and host.
 
 All times are seconds from the start of a step to the start of the next: models of kernel time alone miss more than
 half of it. Sources: smooth roofline and terms after the vLLM-tuning literature (Vidur, BLIS, KernelSight-LM); the
@@ -13,17 +16,23 @@ constants' origins are in `step_constants.json`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
+from labkit.engine.launch_rules import LaunchRules
 from labkit.engine.step_constants import StepConstants, link_bytes_per_s
 from labkit.engine.step_cost import MatrixCost, StepCost
 from labkit.specs.gpu_spec import GpuSpec
 
 _SHARPNESS = 5.0
-_GRAPH_SIZES = np.array([1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)])
+_VLLM_GRAPHS = LaunchRules((1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)))
 _WIDE_FORMATS = ("16bit", "32bit", "awq", "gptq", "int4", "gguf")
 Array = np.ndarray
+
+
+def _nothing() -> Array:
+    return np.zeros(1)
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class StepLoad:
         kv_tokens: for each `KvCost`, tokens of context that decode rows read.
         pairs: for each `KvCost`, (query, context) pairs of prefill rows.
         swapped_bytes: KV copied between card and host.
+        num_prompt_tokens: of `num_tokens`, those of requests that compute more than one.
     """
 
     num_tokens: Array
@@ -42,7 +52,46 @@ class StepLoad:
     num_sampled: Array
     kv_tokens: tuple[Array, ...]
     pairs: tuple[Array, ...]
-    swapped_bytes: Array = field(default_factory=lambda: np.zeros(1))
+    swapped_bytes: Array = field(default_factory=_nothing)
+    num_prompt_tokens: Array = field(default_factory=_nothing)
+
+
+@dataclass(frozen=True)
+class OverlappedSeconds:
+    """Of each step: putting it together on the host, launching its kernels one by one, computing it on the card."""
+
+    host: list[float]
+    launching: list[float]
+    device: list[float]
+
+
+@dataclass
+class StepClock:
+    """Host and card of an engine that puts the next step together while the card computes.
+
+    Attributes:
+        host_s, card_s: until when each is busy.
+    """
+
+    host_s: float = 0.0
+    card_s: float = 0.0
+
+    def submit(self, host: float, launching: float, device: float) -> float:
+        """Queue a step; returns when the card will be done with it.
+
+        A captured graph starts when the host is ready and the card free; kernels that are launched one by one start
+        with the first, and end after the last.
+        """
+        self.host_s += host
+        done_s = max(self.card_s, self.host_s) + device
+        self.host_s += launching
+        self.card_s = max(done_s, self.host_s)
+        return self.card_s
+
+    def collect(self, done_s: float) -> float:
+        """Wait for a step; returns the host's time."""
+        self.host_s = max(self.host_s, done_s)
+        return self.host_s
 
 
 @dataclass(frozen=True)
@@ -51,44 +100,62 @@ class StepTimeModel:
 
     Attributes:
         cost: bytes and products. gpu: the card. constants: efficiencies and overheads, with their level.
-        enforce_eager: without CUDA graphs each launch costs host time.
-        max_graph_size: largest captured batch.
+        launch: which steps replay graphs, and whether the host works beside the card.
     """
 
     cost: StepCost
     gpu: GpuSpec
     constants: StepConstants
-    enforce_eager: bool = False
-    max_graph_size: int = 512
+    launch: LaunchRules = _VLLM_GRAPHS
 
     def parts(self, load: StepLoad) -> dict[str, Array]:
-        """Part → seconds, [steps] each; `seconds` is their sum."""
+        """Part → seconds, [steps] each; `seconds` is their sum. The host's part is what the card does not hide."""
+        device = self.device_parts(load)
+        busy = sum(device.values())
+        host, launching = self.host_seconds(load)
+        if self.launch.overlaps:
+            return {**device, "host": np.maximum(0.0, host + launching - busy)}
+        # The host runs ahead of the card while it launches, so what counts is whichever is slower.
+        return {**device, "host": host + np.maximum(0.0, launching - busy)}
+
+    def device_parts(self, load: StepLoad) -> dict[str, Array]:
+        """Part → seconds of the card, [steps] each."""
         c, cost = self.constants, self.cost
-        tokens = self._padded(load.num_tokens)
+        tokens = np.where(self._is_eager(load), load.num_tokens, self._padded(load.num_tokens))
         share = np.ones_like(tokens)
         if cost.num_experts:
             share = 1 - (1 - cost.experts_per_tok / cost.num_experts) ** tokens
         visits = tokens * cost.experts_per_tok / max(1, cost.num_experts)
         parts = {
-            "dense": self._gemm(cost.dense, 1.0, tokens, 1.0),
+            "dense": self._products(cost.dense, tokens, is_head=False),
             "experts": self._gemm(cost.experts, share, visits, c.expert_efficiency),
-            "lm_head": self._gemm(cost.head, 1.0, load.num_sampled, 1.0, "16bit"),
+            "lm_head": self._products(cost.head, np.asarray(load.num_sampled, dtype=float), is_head=True),
             "kv": self._kv(load),
             "prefill_attention": self._prefill(load),
+            "elementwise": tokens * cost.elementwise_bytes / (self._bandwidth * c.elementwise_efficiency),
             "communication": self._communication(tokens),
-            "sampling": load.num_sampled * cost.vocab_size * 4.0 * 3.0 / self._bandwidth,
+            "sampling": self._sampling(load.num_sampled),
             "swap": load.swapped_bytes / c.host_link_bytes_per_s + np.zeros_like(tokens),
         }
-        device = sum(parts.values())
-        launches = c.moe_layer_s * cost.num_moe_layers + c.layer_s * cost.num_layers
-        host = c.step_s + c.request_s * load.num_seqs + launches
-        if self.enforce_eager:
-            # The host runs ahead of the card, so what counts is whichever is slower.
-            host = host + np.maximum(0.0, c.eager_layer_s * cost.num_layers - device)
-        return {**parts, "host": host}
+        if self.launch.overlaps:
+            # What lies between kernels is the card's time, which the host cannot hide.
+            parts["gaps"] = self._between_kernels_s + np.zeros_like(tokens)
+        return parts
+
+    def host_seconds(self, load: StepLoad) -> tuple[Array, Array]:
+        """Seconds in which the host puts each step together, and those in which it launches kernels that the card
+        runs meanwhile, [steps] each."""
+        c = self.constants
+        host = c.step_s + c.request_s * load.num_seqs + c.token_s * load.num_prompt_tokens
+        if not self.launch.overlaps:
+            host = host + self._between_kernels_s
+        # Engines that capture prompts too hide what they launch behind the large steps that have no graph.
+        is_launched = self._is_eager(load) & bool(self.launch.overlaps or not self.launch.graph_sizes)
+        return host, np.where(is_launched, c.eager_step_s + c.eager_layer_s * self.cost.num_layers, 0.0)
 
     def seconds(self, load: StepLoad) -> Array:
-        """Seconds from the start of each step to the start of the next, [steps]."""
+        """Seconds from the start of each step to the start of the next, [steps]; with an overlapping host, of a step
+        among others like it."""
         parts = self.parts(load)
         return np.asarray(sum(parts.values())) * self.constants.correction
 
@@ -98,11 +165,26 @@ class StepTimeModel:
         Args:
             contexts: tokens that each request's next query sees, itself included, [requests].
         """
+        return self.seconds(self.decode_load(contexts, num_steps))
+
+    def decode_load(self, contexts: Array, num_steps: int) -> StepLoad:
+        """The work of those steps."""
         steps = np.arange(num_steps, dtype=float)
         count = np.full(num_steps, float(len(contexts)))
         zero = np.zeros(num_steps)
         kv = tuple(_context_sums(contexts, kind.window, steps) for kind in self.cost.kv)
-        return self.seconds(StepLoad(count, count, count, kv, tuple(zero for _ in kv), zero))
+        return StepLoad(count, count, count, kv, tuple(zero for _ in kv), zero, zero)
+
+    def overlapped(self, load: StepLoad) -> OverlappedSeconds:
+        """Seconds of each step for `StepClock`."""
+        host, launching = self.host_seconds(load)
+        device = np.asarray(sum(self.device_parts(load).values())) * self.constants.correction
+        shape = np.zeros_like(device)
+        return OverlappedSeconds((host + shape).tolist(), (launching + shape).tolist(), device.tolist())
+
+    @property
+    def _between_kernels_s(self) -> float:
+        return self.constants.moe_layer_s * self.cost.num_moe_layers + self.constants.layer_s * self.cost.num_layers
 
     @property
     def _bandwidth(self) -> float:
@@ -118,13 +200,44 @@ class StepTimeModel:
             return (2 * gpu.fp8_flops, c.flops_efficiency_4bit) if _has_fp4(gpu) else (sixteen, c.flops_efficiency)
         return gpu.fp8_flops, c.flops_efficiency_8bit
 
+    def _is_eager(self, load: StepLoad) -> Array:
+        """Which steps are launched kernel by kernel."""
+        tokens = np.asarray(load.num_tokens, dtype=float)
+        largest = self.launch.graph_sizes[-1] if self.launch.graph_sizes else 0
+        has_prompts = np.asarray(load.num_prompt_tokens) > 0
+        return (tokens > largest) | (has_prompts & (not self.launch.captures_prompts))
+
     def _padded(self, num_tokens: Array) -> Array:
-        """Tokens after padding to the captured batch sizes."""
-        tokens = np.asarray(num_tokens, dtype=float)
-        if self.enforce_eager:
-            return tokens
-        sizes = _GRAPH_SIZES[np.minimum(np.searchsorted(_GRAPH_SIZES, tokens), len(_GRAPH_SIZES) - 1)]
-        return np.where(tokens <= self.max_graph_size, sizes, tokens)
+        """Tokens after padding to the captured sizes; the largest for what is larger."""
+        sizes = np.array(self.launch.graph_sizes or (0,), dtype=float)
+        return sizes[np.minimum(np.searchsorted(sizes, np.asarray(num_tokens, dtype=float)), len(sizes) - 1)]
+
+    def _products(self, matrix: MatrixCost, tokens: Array, *, is_head: bool) -> Array:
+        """Dense products: between measured ones where they are of the same format, else by the smooth roofline."""
+        kind = "16bit" if is_head else self.cost.weight_kind
+        if kind != "16bit" or self._curves is None:
+            return self._gemm(matrix, 1.0, tokens, 1.0, kind)
+        rows, dense, head = self._curves
+        curve = head if is_head else dense
+        inside = np.exp(np.interp(np.log(np.maximum(tokens, 1.0)), np.log(rows), np.log(np.maximum(curve, 1e-12))))
+        # Beyond the largest measured step products are bound by compute: in proportion to the rows.
+        return np.where(tokens > 0, inside * np.maximum(1.0, tokens / rows[-1]), 0.0) * self.constants.product_factor
+
+    @cached_property
+    def _curves(self) -> tuple[Array, Array, Array] | None:
+        """Rows, and seconds of all layers' products and of the head's at so many, [rows] each."""
+        if not self.constants.products:
+            return None
+        table = np.array(self.constants.products)
+        elements, rows = np.unique(table[:, 0]), np.unique(table[:, 1])
+        grid = np.full((len(elements), len(rows)), np.nan)
+        grid[np.searchsorted(elements, table[:, 0]), np.searchsorted(rows, table[:, 1])] = np.log(table[:, 2])
+        curves = {False: np.zeros(len(rows)), True: np.zeros(len(rows))}
+        for matrix in self.cost.matrices:
+            log_size = np.log(matrix.num_elements)
+            seconds = [np.exp(_interpolated(log_size, np.log(elements), column)) for column in grid.T]
+            curves[matrix.is_head] = curves[matrix.is_head] + matrix.number * np.array(seconds)
+        return rows, curves[False], curves[True]
 
     def _gemm(
         self, matrix: MatrixCost, read_share: Array | float, tokens: Array, efficiency: float, kind: str = ""
@@ -143,15 +256,21 @@ class StepTimeModel:
         for kind, tokens in zip(self.cost.kv, load.kv_tokens, strict=True):
             read = kind.token_bytes * tokens / (self._bandwidth * efficiency)
             busy = smooth_max(read, kind.decode_flops * tokens / peak)
-            total = total + kind.num_layers * smooth_max(busy, c.attention_floor_s)
+            total = total + np.where(tokens > 0, kind.num_layers * smooth_max(busy, c.attention_floor_s), 0.0)
         return total
 
     def _prefill(self, load: StepLoad) -> Array:
-        peak = float(self.gpu.bf16_flops or self.gpu.fp16_flops or 0.0) * self.constants.attention_efficiency
-        total = np.zeros_like(load.num_tokens, dtype=float)
+        c, total = self.constants, np.zeros_like(load.num_tokens, dtype=float)
+        peak = float(self.gpu.bf16_flops or self.gpu.fp16_flops or 0.0) * c.attention_efficiency
         for kind, pairs in zip(self.cost.kv, load.pairs, strict=True):
-            total = total + kind.num_layers * kind.prefill_flops * pairs / peak
+            busy = smooth_max(kind.prefill_flops * pairs / peak, c.attention_floor_s)
+            total = total + np.where(pairs > 0, kind.num_layers * busy, 0.0)
         return total
+
+    def _sampling(self, num_sampled: Array) -> Array:
+        c = self.constants
+        read = np.asarray(num_sampled) * self.cost.vocab_size * 4.0 * c.sampling_passes / self._bandwidth
+        return np.where(read > 0, smooth_max(read, c.sampling_floor_s), 0.0)
 
     def _communication(self, tokens: Array) -> Array:
         c, tp = self.constants, self.cost.tensor_parallel_size
@@ -173,6 +292,13 @@ def _context_sums(contexts: Array, window: int, steps: Array) -> Array:
     if not window:
         return contexts.sum() + len(contexts) * steps
     return np.minimum(contexts[None, :] + steps[:, None], window).sum(axis=1)
+
+
+def _interpolated(at: float, places: Array, values: Array) -> float:
+    """Linear between known `values`; beyond the last place in proportion to the elements, before the first constant."""
+    known = ~np.isnan(values)
+    places, values = places[known], values[known]
+    return float(np.interp(at, places, values) + max(0.0, at - places[-1]))
 
 
 def _has_fp4(gpu: GpuSpec) -> bool:

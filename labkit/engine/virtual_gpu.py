@@ -14,12 +14,12 @@ from itertools import groupby
 import numpy as np
 
 from labkit.engine.batch import ScheduledBatch
-from labkit.engine.engine import Engine, RequestOutput, StepResult
+from labkit.engine.engine import UNKNOWN_TOKEN, Engine, RequestOutput, StepResult
 from labkit.engine.sampling_params import EngineRequest
 from labkit.engine.scheduler import Scheduler
 from labkit.engine.sequence import Sequence
 from labkit.engine.step_cost import KvCost
-from labkit.engine.step_time import StepLoad, StepTimeModel
+from labkit.engine.step_time import StepClock, StepLoad, StepTimeModel
 from labkit.engine.vllm_rules import VllmScheduler
 from labkit.memory.records import MemoryPlan
 
@@ -32,8 +32,17 @@ class VirtualGpuExecutor:
     def __init__(self, plan: MemoryPlan, model: StepTimeModel) -> None:
         self.plan = plan
         self.model = model
-        self.now_s = 0.0
+        self.time = StepClock()
         self._ends = frozenset(plan.model.eos_token_ids)
+
+    @property
+    def now_s(self) -> float:
+        """Virtual seconds, as the host has them; set to wait."""
+        return self.time.host_s
+
+    @now_s.setter
+    def now_s(self, value: float) -> None:
+        self.time.host_s = value
 
     def clock(self) -> float:
         """Virtual seconds."""
@@ -50,6 +59,20 @@ class VirtualGpuExecutor:
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """See `Executor.execute`; moves the clock."""
         self.now_s += float(self.model.seconds(batch_load(batch, self.model, self.plan.block_bytes))[0])
+        return self._tokens(batch)
+
+    def submit(self, batch: ScheduledBatch) -> tuple[list[int], float]:
+        """Queue a step without waiting: its tokens, and when they will be there."""
+        seconds = self.model.overlapped(batch_load(batch, self.model, self.plan.block_bytes))
+        done_s = self.time.submit(seconds.host[0], seconds.launching[0], seconds.device[0])
+        return self._tokens(batch), done_s
+
+    def collect(self, pending: tuple[list[int], float]) -> list[int]:
+        """Wait for a step and take its tokens."""
+        self.time.collect(pending[1])
+        return pending[0]
+
+    def _tokens(self, batch: ScheduledBatch) -> list[int]:
         return [self.token_of(entry) for entry, samples in zip(batch.sequences, batch.samples, strict=True) if samples]
 
     def reconfigure(self, plan: MemoryPlan) -> None:
@@ -78,6 +101,7 @@ def batch_load(batch: ScheduledBatch, model: StepTimeModel, block_bytes: int) ->
         kv_tokens=tuple(np.array([_seen(contexts, kind).sum()]) for kind in model.cost.kv),
         pairs=tuple(np.array([_pairs(queries, ends, kind.window)]) for kind in model.cost.kv),
         swapped_bytes=np.array([float(swapped)]),
+        num_prompt_tokens=np.array([queries.sum()]),
     )
 
 
@@ -114,7 +138,7 @@ class VirtualEngine(Engine):
 
     Args:
         plan: from `labkit.memory.plan`; with engine "vllm" vLLM's scheduling rules hold, else labkit's.
-        model: how long steps take.
+        model: how long steps take, and whether the host puts the next one together meanwhile.
     """
 
     def __init__(self, plan: MemoryPlan, model: StepTimeModel, *, seed: int = 0) -> None:
@@ -122,7 +146,10 @@ class VirtualEngine(Engine):
         executor = VirtualGpuExecutor(plan, model)
         self.gpu = executor
         self._is_settled = False
-        super().__init__(None, plan, seed=seed, executor=executor, clock=executor.clock, hash_function=quick_hash)
+        super().__init__(
+            None, plan, seed=seed, executor=executor, clock=executor.clock, hash_function=quick_hash,
+            overlap=model.launch.overlaps,
+        )  # fmt: skip
 
     def _new_scheduler(self) -> Scheduler:
         kind = VllmScheduler if self.plan.engine == "vllm" else Scheduler
@@ -153,20 +180,58 @@ class VirtualEngine(Engine):
             return None
         if any(entry.num_tokens_to_compute != 1 or not entry.num_output_tokens for entry in running):
             return None
+        if self._overlaps and not self._all_in_flight(running):
+            return None
         computed = np.array([entry.num_computed_tokens for entry in running])
         room = np.array([len(entry.block_table) for entry in running]) * self._scheduler.pool.block_size
         num_steps = min(_MOST_STEPS, min(entry.max_tokens - entry.num_output_tokens for entry in running))
         num_steps = self._steps_with_blocks(computed, room, num_steps)
         if num_steps < 1:
             return None
-        seconds = self.gpu.model.decode_seconds(computed + 1.0, num_steps)
-        ends = self.gpu.now_s + np.cumsum(seconds)
+        ends, done = self._times(computed + 1.0, num_steps)
         num_steps = min(num_steps, 1 + int(np.searchsorted(ends[:-1], until_s, side="left")) + extra_steps)
-        return self._take(computed, room, seconds[:num_steps], ends[:num_steps])
+        starts = np.concatenate(([self.gpu.now_s], ends[: num_steps - 1]))
+        jump = self._take(computed, room, starts, ends[:num_steps])
+        if self._overlaps:
+            self._leave_in_flight(running, done[num_steps - 1])
+        return jump
+
+    def _all_in_flight(self, running: SequenceOf[Sequence]) -> bool:
+        """Whether the step that the card computes gives a token of each running request, and of no other."""
+        if self._in_flight is None or self._early:
+            return False
+        batch = self._in_flight[0]
+        return len(batch.sequences) == len(running) and all(batch.samples) and {*batch.sequences} == {*running}
+
+    def _times(self, contexts: np.ndarray, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """When each of the next decode steps ends for the host, and when the card is done with it."""
+        model, gpu = self.gpu.model, self.gpu
+        if not self._overlaps:
+            ends = gpu.now_s + np.cumsum(model.decode_seconds(contexts, num_steps))
+            return ends, ends
+        seconds = model.overlapped(model.decode_load(contexts, num_steps))
+        clock, pending = replace(gpu.time), self._in_flight[1][1]  # type: ignore[index]
+        ends, done = np.empty(num_steps), np.empty(num_steps)
+        for step, parts in enumerate(zip(seconds.host, seconds.launching, seconds.device, strict=True)):
+            done[step] = clock.submit(*parts)
+            ends[step] = clock.collect(pending)
+            pending = done[step]
+        return ends, done
+
+    def _leave_in_flight(self, running: SequenceOf[Sequence], done_s: float) -> None:
+        """The last step of a jump is still to be collected: its token of each request is not known yet."""
+        for entry in running:
+            entry.token_ids.append(UNKNOWN_TOKEN)
+        batch = ScheduledBatch(sequences=tuple(running), samples=[True] * len(running))
+        self._in_flight = (batch, ([self.gpu.token_of(entry) for entry in running], float(done_s)))
+        self.gpu.time.card_s = float(done_s)
 
     def _steps_with_blocks(self, computed: np.ndarray, room: np.ndarray, num_steps: int) -> int:
         """As many of `num_steps` steps as the pool has blocks for."""
         size, available = self._scheduler.pool.block_size, self._scheduler.pool.num_available
+        if self._overlaps and len(room) == 1:
+            # With no block left a request that is alone waits for its token, which may be its last.
+            available -= 1
 
         def needed(steps: int) -> int:
             return int((-(-np.maximum(0, computed + steps - room) // size)).sum())
@@ -182,13 +247,15 @@ class VirtualEngine(Engine):
                 return low - 1
         return high
 
-    def _take(self, computed: np.ndarray, room: np.ndarray, seconds: np.ndarray, ends: np.ndarray) -> Jump:
+    def _take(self, computed: np.ndarray, room: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Jump:
         scheduler, pool = self._scheduler, self._scheduler.pool
-        running, num_steps = list(scheduler.running), len(seconds)
+        running, num_steps = list(scheduler.running), len(ends)
         waste = int((room - computed).sum())
         used, cached = np.empty(num_steps, dtype=int), np.empty(num_steps, dtype=int)
         before, times = pool.num_used, ends.tolist()
         for entry in running:
+            if self._overlaps:
+                entry.token_ids.pop()
             entry.token_ids.extend([self.gpu.token_of(entry)] * num_steps)
         position = 0
         for step, events in groupby(_block_events(computed, room, num_steps, pool.block_size), key=lambda e: e[0]):
@@ -198,23 +265,22 @@ class VirtualEngine(Engine):
             used[step], cached[step] = pool.num_used, pool.num_cached
             position = step + 1
         used[position:], cached[position:] = pool.num_used, pool.num_cached
-        for entry in running:
-            entry.num_computed_tokens = entry.num_tokens - 1
+        for entry, done in zip(running, computed.tolist(), strict=True):
+            entry.num_computed_tokens = done + num_steps
             entry.token_times_s.extend(times)
+            entry.first_token_s = entry.token_times_s[0]
         self.gpu.now_s = times[-1]
         taken = np.arange(1, num_steps + 1) * len(running)
         stored = used * pool.block_size - (waste + (used - before) * pool.block_size - taken)
         counts = np.full(num_steps, len(running))
-        finished = self._end_complete(running)
+        finished = () if self._overlaps else self._end_complete(running)
         if finished:
             counts[-1], used[-1], cached[-1] = len(scheduler.running), pool.num_used, pool.num_cached
             room_left = sum(
                 len(entry.block_table) * pool.block_size - entry.num_computed_tokens for entry in scheduler.running
             )
             stored[-1] = pool.num_used * pool.block_size - room_left
-        return Jump(
-            ends - seconds, seconds, used, cached, stored, counts, len(running), len(scheduler.waiting), finished
-        )
+        return Jump(starts, ends - starts, used, cached, stored, counts, len(running), len(scheduler.waiting), finished)
 
     def _end_complete(self, running: SequenceOf[Sequence]) -> tuple[RequestOutput, ...]:
         """End the requests that have all their tokens."""

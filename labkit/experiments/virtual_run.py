@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from labkit.engine.engine import RequestOutput, StepResult
+from labkit.engine.launch_rules import labkit_rules, vllm_launch_rules
 from labkit.engine.sampling_params import EngineRequest, SamplingParams
 from labkit.engine.step_constants import StepConstants, load_constants
 from labkit.engine.step_cost import step_cost
@@ -15,7 +16,6 @@ from labkit.engine.virtual_gpu import Jump, VirtualEngine
 from labkit.errors import DoesNotFitError, OutOfRangeError, UnsupportedError
 from labkit.measure.run_record import RequestRow, RunRecord, StepRow
 from labkit.memory import plan as memory_plan
-from labkit.memory.budget import MAX_CAPTURE_SIZE
 from labkit.memory.records import MemoryPlan
 from labkit.specs import prompt_token_ids
 from labkit.specs.engine_config import EngineConfig
@@ -108,8 +108,9 @@ def virtual_engine(plan: MemoryPlan, constants: StepConstants, seed: int = 0) ->
             works=f"max_model_len {plan.max_model_len_that_fits}", knob=plan.binding_limit,
         )  # fmt: skip
     config = plan.config
-    graphs = min(2 * int(config.max_num_seqs or 0), MAX_CAPTURE_SIZE)
-    model = StepTimeModel(step_cost(plan.model, config), plan.gpu, constants, config.enforce_eager, graphs)
+    is_moe = plan.model.moe is not None
+    launch = vllm_launch_rules(config) if plan.engine == "vllm" else labkit_rules(config, is_moe=is_moe)
+    model = StepTimeModel(step_cost(plan.model, config), plan.gpu, constants, launch)
     return VirtualEngine(plan, model, seed=seed)
 
 

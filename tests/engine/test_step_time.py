@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from labkit.engine.launch_rules import LaunchRules, capture_sizes
 from labkit.engine.step_constants import CONSTANT_NAMES, link_bytes_per_s, load_constants
 from labkit.engine.step_cost import step_cost
 from labkit.engine.step_time import StepLoad, StepTimeModel, smooth_max
@@ -17,7 +20,8 @@ from labkit.specs.engine_config import EngineConfig
 
 def model_of(name="meta-llama/Llama-3.1-8B-Instruct", gpu="H100 SXM", eager=False, **knobs):
     config = EngineConfig(**knobs)
-    return StepTimeModel(step_cost(load_model(name), config), load_gpu(gpu), load_constants(), eager)
+    launch = LaunchRules() if eager else LaunchRules(tuple(capture_sizes(512)))
+    return StepTimeModel(step_cost(load_model(name), config), load_gpu(gpu), load_constants(), launch)
 
 
 def load(model, tokens, seqs, context=0.0, pairs=0.0):
@@ -77,7 +81,7 @@ def test_seconds_are_the_sum_of_the_parts_times_the_correction():
     model = model_of(tensor_parallel_size=4)
     work = load(model, 300, 40, 9000.0, 5000.0)
     assert model.seconds(work)[0] == pytest.approx(sum(part[0] for part in model.parts(work).values()))
-    corrected = StepTimeModel(model.cost, model.gpu, model.constants.replace(correction=1.25))
+    corrected = dataclasses.replace(model, constants=model.constants.replace(correction=1.25))
     assert corrected.seconds(work)[0] == pytest.approx(1.25 * model.seconds(work)[0])
 
 
@@ -102,8 +106,6 @@ def test_more_work_never_takes_less_time(tokens, more, context, extra, name):
 @settings(max_examples=40, deadline=None)
 @given(tokens=st.integers(1, 8192), context=st.floats(0, 1e7), factor=st.floats(1, 8))
 def test_more_bandwidth_never_takes_more_time(tokens, context, factor):
-    import dataclasses
-
     model = model_of()
     faster = dataclasses.replace(model.gpu, mem_bandwidth_bytes_per_s=model.gpu.mem_bandwidth_bytes_per_s * factor)
     work = load(model, tokens, min(tokens, 64), context)

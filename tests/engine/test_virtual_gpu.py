@@ -10,6 +10,7 @@ import pytest
 
 from labkit.engine import Engine, EngineRequest, SamplingParams
 from labkit.engine.cpu_executor import CpuExecutor
+from labkit.engine.launch_rules import labkit_rules, vllm_launch_rules
 from labkit.engine.simulation import bare_plan
 from labkit.engine.step_constants import load_constants
 from labkit.engine.step_cost import step_cost
@@ -32,9 +33,28 @@ def make_requests(rng: random.Random, count: int, vocab_size: int) -> list[Engin
     return requests
 
 
-def virtual(plan) -> VirtualEngine:
-    model = StepTimeModel(step_cost(plan.model, plan.config), load_gpu("H100 SXM"), load_constants())
+def virtual(plan, overlaps: bool = False) -> VirtualEngine:
+    launch = labkit_rules(plan.config) if overlaps else vllm_launch_rules(plan.config)
+    model = StepTimeModel(step_cost(plan.model, plan.config), load_gpu("H100 SXM"), load_constants(), launch)
     return VirtualEngine(plan, model)
+
+
+class LateCpuExecutor(CpuExecutor):
+    """Gives tokens one call later, as a card does, and knows the last one of each slot."""
+
+    def submit(self, batch):
+        known = self.__dict__.setdefault("known", {})
+        for row, slot in enumerate(batch.slots):
+            start = batch.query_starts[row]
+            if batch.token_ids[start] < 0:
+                batch.token_ids[start] = known[slot]
+        tokens = self.execute(batch)
+        sampled = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
+        known.update(zip(sampled, tokens, strict=True))
+        return tokens
+
+    def collect(self, pending):
+        return pending
 
 
 def tables(engine: Engine) -> dict[int, tuple[list[int], int]]:
@@ -50,8 +70,9 @@ def counts(result) -> tuple[int, ...]:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_same_requests_take_the_same_steps_on_the_cpu_engine(seed, tiny_decoder, tiny_spec, make_plan):
+def test_the_same_requests_take_the_same_steps_on_the_cpu_engine(seed, overlaps, tiny_decoder, tiny_spec, make_plan):
     rng = random.Random(seed)
     swap = rng.choice([0, 40])
     plan = make_plan(
@@ -60,8 +81,9 @@ def test_the_same_requests_take_the_same_steps_on_the_cpu_engine(seed, tiny_deco
         enable_prefix_caching=rng.random() < 0.7, preemption_mode="swap" if swap else "recompute",
     )  # fmt: skip
     decoder = tiny_decoder()
-    real = Engine(decoder, plan, executor=CpuExecutor(decoder, plan), hash_function=quick_hash, overlap=False)
-    simulated = virtual(plan)
+    executor = LateCpuExecutor(decoder, plan) if overlaps else CpuExecutor(decoder, plan)
+    real = Engine(decoder, plan, executor=executor, hash_function=quick_hash, overlap=overlaps)
+    simulated = virtual(plan, overlaps)
     waiting = make_requests(rng, 24, tiny_spec().vocab_size)
     finished: tuple[dict, dict] = ({}, {})
     while waiting or real.has_unfinished:
@@ -79,7 +101,7 @@ def test_the_same_requests_take_the_same_steps_on_the_cpu_engine(seed, tiny_deco
     assert not simulated.has_unfinished
 
 
-@pytest.mark.parametrize("rules", ["labkit", "vllm"])
+@pytest.mark.parametrize("rules", ["labkit", "labkit, overlapping", "vllm"])
 @pytest.mark.parametrize("seed", range(8))
 def test_jumps_are_the_single_steps_that_they_stand_for(seed, rules, tiny_spec):
     rng = random.Random(seed)
@@ -87,10 +109,12 @@ def test_jumps_are_the_single_steps_that_they_stand_for(seed, rules, tiny_spec):
         block_size=rng.choice([1, 4, 16]), max_model_len=200, max_num_seqs=rng.choice([2, 6]),
         max_num_batched_tokens=rng.choice([8, 64]), enable_prefix_caching=rng.random() < 0.6,
     )  # fmt: skip
-    plan = replace(bare_plan(tiny_spec(), config, rng.choice([160, 320]) // config.block_size), engine=rules)
+    overlaps = rules.endswith("overlapping")
+    plan = bare_plan(tiny_spec(), config, rng.choice([160, 320]) // config.block_size)
+    plan = replace(plan, engine=rules.split(",")[0])
     requests = make_requests(rng, 20, tiny_spec().vocab_size)
     arrivals = sorted(rng.uniform(0, 0.05) for _ in requests)
-    runs = [serve(virtual(plan), requests, arrivals, with_jumps) for with_jumps in (False, True)]
+    runs = [serve(virtual(plan, overlaps), requests, arrivals, with_jumps) for with_jumps in (False, True)]
     (rows, times, end, _), (jumped_rows, jumped_times, jumped_end, num_jumps) = runs
     assert [row[1:] for row in jumped_rows] == [row[1:] for row in rows]
     assert [row[0] for row in jumped_rows] == pytest.approx([row[0] for row in rows])

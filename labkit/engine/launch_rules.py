@@ -1,0 +1,58 @@
+"""`LaunchRules`: how an engine brings its steps to a card: which replay a captured graph, and what the host hides."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+from labkit.memory.budget import capture_sizes as vllm_capture_sizes
+from labkit.specs.engine_config import EngineConfig
+
+LARGEST_CAPTURE = 512
+_MIXED_SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
+
+
+@dataclass(frozen=True)
+class LaunchRules:
+    """How steps are launched.
+
+    Attributes:
+        graph_sizes: captured numbers of tokens, smallest first; a step runs padded in the next larger one, and larger
+            steps are launched kernel by kernel.
+        captures_prompts: steps that compute prompts replay graphs too.
+        overlaps: the host puts the next step together while the card computes, so that only the longer one counts.
+    """
+
+    graph_sizes: tuple[int, ...] = ()
+    captures_prompts: bool = True
+    overlaps: bool = False
+
+    def graph_size(self, num_tokens: int) -> int:
+        """The captured size that takes `num_tokens` tokens; 0 where none does."""
+        index = bisect.bisect_left(self.graph_sizes, num_tokens)
+        return self.graph_sizes[index] if index < len(self.graph_sizes) else 0
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, every 8 up to 64, every 16 up to 256, every 32 up to 512; none above what may run, which is the last."""
+    largest = min(max_num_seqs, LARGEST_CAPTURE)
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, LARGEST_CAPTURE + 1, 32)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+def mixed_capture_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Numbers of tokens of captured steps in which prompts are computed; none above what a step may have."""
+    largest = min(max_num_batched_tokens, _MIXED_SIZES[-1])
+    return [size for size in _MIXED_SIZES if size < largest] + [largest]
+
+
+def labkit_rules(config: EngineConfig, *, is_moe: bool = False) -> LaunchRules:
+    """The lab's own engine: graphs of decode steps alone, and of dense models."""
+    is_eager = config.enforce_eager or is_moe
+    sizes = () if is_eager else tuple(capture_sizes(int(config.max_num_seqs or 1)))
+    return LaunchRules(sizes, captures_prompts=False, overlaps=True)
+
+
+def vllm_launch_rules(config: EngineConfig) -> LaunchRules:
+    """vLLM: pieces between attention calls are captured for steps of any kind."""
+    return LaunchRules(tuple(vllm_capture_sizes(config)))
