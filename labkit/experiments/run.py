@@ -11,14 +11,15 @@ from labkit.engine.engine import Engine
 from labkit.engine.sampling_params import EngineRequest, SamplingParams
 from labkit.errors import DoesNotFitError, OutOfRangeError
 from labkit.experiments.backend import Emit, IsCancelled
-from labkit.experiments.serialise import rows_to_plain
+from labkit.experiments.serialise import rows_to_plain, to_plain
 from labkit.measure.recorder import RunRecorder
-from labkit.measure.run_record import RequestRow, StepRow
+from labkit.measure.run_record import MemorySample, RequestRow, StepRow
 from labkit.specs.workload import RequestSpec, Workload
 
 PromptOf = Callable[[int], Sequence[int]]
 IDLE_SLEEP_S = 0.02
 MAX_ROWS_PER_EVENT = 5000
+MAX_COUNTED_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -30,22 +31,30 @@ class RunOptions:
         temperature: of sampling; 0 is greedy.
         seed: of the engine.
         report_every_s: rows and progress are given out this often (8 times a second is what a panel can draw).
+        counted_steps: decode steps to count with the card's counters after the timed ones; 0 counts none.
     """
 
     arrival_scale: float = 1.0
     temperature: float = 0.0
     seed: int = 0
     report_every_s: float = 0.125
+    counted_steps: int = 0
 
     def __post_init__(self) -> None:
         for name in ("arrival_scale", "temperature"):
             if not 0 <= getattr(self, name) <= 1e6:
                 raise OutOfRangeError(f"{name} cannot be {getattr(self, name)}", works="0 or more", knob=name)
+        if not 0 <= self.counted_steps <= MAX_COUNTED_STEPS:
+            works = f"0 to {MAX_COUNTED_STEPS}"
+            raise OutOfRangeError(f"counted_steps cannot be {self.counted_steps}", works=works, knob="counted_steps")
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What a run gave beyond the rows that went out through `emit`."""
+    """What a run gave beyond the rows that went out through `emit`.
+
+    `fullest_requests` are (index of the request, tokens in its cache) of those that decoded near the fullest moment.
+    """
 
     status: str
     duration_s: float
@@ -53,6 +62,7 @@ class RunOutcome:
     steps: tuple[StepRow, ...]
     fullest_step: StepRow | None
     block_map: tuple[int, ...] = field(default=())
+    fullest_requests: tuple[tuple[int, int], ...] = ()
 
 
 class WorkloadRun:
@@ -62,6 +72,7 @@ class WorkloadRun:
         prompt_of: index of a request → its prompt's token ids.
         emit: takes events: "rows" (new rows), "step" (for live charts), "progress".
         is_cancelled: asked between steps.
+        watch: seconds into the run and blocks in use → memory at that moment; asked for each "step" event.
         clock, sleep: the engine's clock, and waiting on it; virtual ones in tests.
     """
 
@@ -75,6 +86,7 @@ class WorkloadRun:
         is_cancelled: IsCancelled,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        watch: Callable[[float, int], MemorySample] | None = None,
     ) -> None:
         self._engine = engine
         self._workload = workload
@@ -91,7 +103,9 @@ class WorkloadRun:
         # A request's first output token comes out of its prompt's last step.
         self._num_decode_tokens = sum(max(0, request.output_tokens - 1) for request in workload.requests)
         self._speed = Speed()
-        self._recorder = RunRecorder(clock(), engine.block_map)
+        self._watch = watch
+        self._fullest_requests: tuple[tuple[int, int], ...] = ()
+        self._recorder = RunRecorder(clock(), self._look_at_fullest)
 
     def serve(self) -> RunOutcome:
         """Run to the end, or to Cancel; then what is running ends as cancelled and its part is kept.
@@ -108,8 +122,9 @@ class WorkloadRun:
         self._recorder.close_open("cancelled")
         rows, steps = self._recorder.take_rows()
         return RunOutcome(
-            status, duration_s, rows, steps, self._recorder.fullest_step, self._recorder.fullest_block_map
-        )
+            status, duration_s, rows, steps, self._recorder.fullest_step, self._recorder.fullest_block_map,
+            self._fullest_requests,
+        )  # fmt: skip
 
     def _loop(self) -> str:
         num_requests = len(self._workload.requests)
@@ -129,6 +144,13 @@ class WorkloadRun:
 
     def _arrival_s(self, request: RequestSpec) -> float:
         return request.arrival_s * self._options.arrival_scale
+
+    def _look_at_fullest(self) -> tuple[int, ...]:
+        running = self._engine.scheduler.running
+        self._fullest_requests = tuple(
+            (entry.request.request_id, entry.num_computed_tokens) for entry in running if entry.num_output_tokens
+        )
+        return self._engine.block_map()
 
     def _offer_arrived(self) -> None:
         now, requests = self._now(), self._workload.requests
@@ -177,7 +199,9 @@ class WorkloadRun:
 
     def _step_event(self, row: StepRow, now: float) -> dict[str, Any]:
         new_tokens = self._recorder.num_output_tokens - self._tokens_reported
+        memory = {} if self._watch is None else {"memory": to_plain(self._watch(now, row.num_blocks_used))}
         return {
+            **memory,
             "type": "step",
             "time_s": now,
             "output_tokens_per_s": new_tokens / max(now - self._reported_at, 1e-9),

@@ -7,6 +7,7 @@ simulation. The result names its method, and `notes` says in one line each why t
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -37,12 +38,12 @@ class Replay:
     Attributes:
         command: program and arguments.
         kernel: ncu's filter of kernel names; None is every kernel.
-        launch: which of the profiled launches counts, -1 the last.
+        warm_ups: profiled launches that do not count; the values are means over the others.
     """
 
     command: tuple[str, ...]
     kernel: str | None = None
-    launch: int = -1
+    warm_ups: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,26 @@ def to_counters(values: Mapping[str, float], method: str, card: str) -> Counters
             f"{method} counted {hits:,.0f} hits of {reads:,.0f} reads in {time_s:g} s, which cannot be",
             works="50 µs of work on the card at least, with nothing beside it",
         )
-    return Counters(method, card, min(1.0, hits / reads) if reads else 0.0, dram_bytes, dram_bytes / time_s, time_s)
+    return Counters(
+        method, card, min(1.0, hits / reads) if reads else 0.0, dram_bytes, dram_bytes / time_s, time_s,
+        l2_read_bytes=reads * SECTOR_BYTES, dram_write_bytes=values.get(DRAM_WRITE),
+        warps_active_share=values.get(OCCUPANCY), tensor_active_share=values.get(TENSOR),
+    )  # fmt: skip
+
+
+def count_replay(
+    replay: Replay, metrics: Sequence[str], run_replay: Callable[..., tuple[NcuKernel, ...]] = run_ncu
+) -> Mapping[str, float]:
+    """Means over the launches of `replay` that count, from ncu; metrics that one of them lacks are left out.
+
+    Raises:
+        CountersUnavailable: no launch was profiled, or as `run_ncu`.
+    """
+    launches = run_replay(replay.command, metrics, kernel=replay.kernel)[replay.warm_ups :]
+    if not launches:
+        raise CountersUnavailable("ncu: no launch was profiled", works="a command that launches the kernel")
+    names = [name for name in metrics if all(name in launch.metrics for launch in launches)]
+    return MappingProxyType({name: statistics.fmean(launch.metrics[name] for launch in launches) for name in names})
 
 
 class CounterScope:
@@ -96,7 +116,7 @@ class CounterScope:
 
     def __enter__(self) -> CounterScope:
         try:
-            self._profiler = self._open(one_pass=True)
+            self._profiler = self._open()
             self._profiler.configure_once()
             self._synchronize()
             self._profiler.begin()
@@ -119,21 +139,43 @@ class CounterScope:
         if kind is None:
             self._finish(values)
 
-    def count(self, call: Callable[[], object], before: Callable[[], object] = lambda: None) -> Counted:
-        """Counts `call`, which runs again for every pass; `before` runs outside the range each time."""
-        values: Mapping[str, float] | None = None
+    def count(
+        self, call: Callable[[], object], before: Callable[[], object] = lambda: None, repeats: int = 1
+    ) -> Counted:
+        """Counts `call`, which runs again for every pass; `before` runs outside the range each time.
+
+        The core metrics are counted by themselves, so that they come from the same pass where the card can.
+
+        Args:
+            repeats: how often to count; the values are means.
+        """
+        values: dict[str, float] | None = None
         try:
-            self._profiler = self._open(one_pass=False)
-            values = self._profiler.run(call, self._synchronize, before)
+            values = self._means(self._core(), call, before, repeats)
         except LabkitError as error:
-            self._give_up("CUPTI", error)
-        finally:
-            self._close()
+            self._notes.append(f"CUPTI: {error}")
+        others = tuple(name for name in self._metrics if name not in CORE_METRICS)
+        if values and others:
+            try:
+                values |= self._means(others, call, before, 1)
+            except LabkitError as error:
+                self._notes.append(f"CUPTI: only the core metrics; {error}")
         self._finish(values)
         return self.result
 
-    def _open(self, one_pass: bool) -> Any:
-        """A profiler of all metrics; of the core ones where all are not known or need more than the one pass."""
+    def _means(
+        self, metrics: tuple[str, ...], call: Callable[[], object], before: Callable[[], object], repeats: int
+    ) -> dict[str, float]:
+        check_permission()
+        self._profiler = self._open_profiler(metrics, self._device)
+        try:
+            runs = [self._profiler.run(call, self._synchronize, before) for _ in range(repeats)]
+        finally:
+            self._close()
+        return {name: statistics.fmean(run[name] for run in runs) for name in metrics}
+
+    def _open(self) -> Any:
+        """A profiler of all metrics; of the core ones where all are not known or need more than one pass."""
         check_permission()
         try:
             profiler = self._open_profiler(self._metrics, self._device)
@@ -142,7 +184,7 @@ class CounterScope:
                 raise
             self._notes.append(f"CUPTI: only the core metrics; {error}")
             return self._open_profiler(self._core(), self._device)
-        if one_pass and profiler.num_passes > 1:
+        if profiler.num_passes > 1:
             profiler.close()
             self._notes.append(
                 f"CUPTI: only the core metrics; all {len(self._metrics)} need {profiler.num_passes} passes"
@@ -184,10 +226,7 @@ class CounterScope:
     def _replayed(self) -> Counted | None:
         if self._replay is None:
             return None
-        kernels = self._run_replay(self._replay.command, self._metrics, kernel=self._replay.kernel)
-        if not kernels:
-            raise CountersUnavailable("ncu: no launch was profiled", works="a command that launches the kernel")
-        values = kernels[self._replay.launch].metrics
+        values = count_replay(self._replay, self._metrics, self._run_replay)
         return Counted(to_counters(values, "measured (ncu on a replay)", self._card), values)
 
     def _model(self) -> Counted | None:

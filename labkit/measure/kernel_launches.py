@@ -151,9 +151,14 @@ def graph_time_s(call: Callable[[], object], flush: Callable[[], object], repeat
 
 
 class CardCounter:
-    """Counts launches on the card that is here, with a cold L2; usable as `count` of `run_lab`."""
+    """Counts launches on the card that is here, with a cold L2; usable as `count` of `run_lab`.
 
-    def __init__(self) -> None:
+    Args:
+        repeats: how often each launch is counted; the values are means.
+    """
+
+    def __init__(self, repeats: int = 1) -> None:
+        self._repeats = repeats
         if not torch.cuda.is_available():
             raise UnsupportedError("no NVIDIA card here has anything to count", works="the simulation")
         self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
@@ -167,7 +172,7 @@ class CardCounter:
             card=gpu.name, device_index=torch.cuda.current_device(),
             simulated=lambda: simulate_attention(shape, gpu, variant).counters,
         )  # fmt: skip
-        result = scope.count(call, before=self._flush.zero_)
+        result = scope.count(call, before=self._flush.zero_, repeats=self._repeats)
         if result.counters is None or not result.counters.method.startswith("measured"):
             return result
         # The range's own time has the launch from Python in it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ class L2Calibration:
     Attributes:
         capacity_share: share of the L2's bytes that keep different lines, over 0 and up to 1.
         ways: lines of a hashed set; None is fully associative.
+        coalesced_near, coalesced_far: of reads of one tile in the same step, the share that is coalesced before the L2:
+            by programs next to each other in the launch, and by others at their common start.
         read_bandwidth_share: share of the data sheet's bandwidth that a reading kernel reaches, over 0 and up to 1.
         calibrated: the values were fitted to counters of this card.
         source: where they come from, to be shown.
@@ -30,6 +33,8 @@ class L2Calibration:
 
     capacity_share: float = 1.0
     ways: int | None = 16
+    coalesced_near: float = 0.0
+    coalesced_far: float = 0.0
     read_bandwidth_share: float = 0.9
     calibrated: bool = False
     source: str = "uncalibrated"
@@ -39,6 +44,10 @@ class L2Calibration:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
                 raise OutOfRangeError(f"{name} is {plain(repr(value), 80)}", needed="more than 0, at most 1", knob=name)
+        for name in ("coalesced_near", "coalesced_far"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise OutOfRangeError(f"{name} is {plain(repr(value), 80)}", needed="0 to 1", knob=name)
         if self.ways is not None and (type(self.ways) is not int or not 1 <= self.ways <= 1024):
             raise OutOfRangeError(f"ways is {plain(repr(self.ways), 80)}", needed="1 to 1024, or null", knob="ways")
 
@@ -87,5 +96,5 @@ def _table(content: dict[str, Any], name: str) -> dict[str, Any]:
 def _calibration(entry: Any) -> L2Calibration:
     if not isinstance(entry, dict):
         raise FileFormatError("an entry of a calibration is an object")
-    known = ("capacity_share", "ways", "read_bandwidth_share", "calibrated", "source")
+    known = [field.name for field in dataclasses.fields(L2Calibration)]
     return L2Calibration(**{name: entry[name] for name in known if name in entry})

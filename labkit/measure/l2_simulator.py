@@ -2,6 +2,8 @@
 
 Programs start in launch order, as many at once as the card holds, the next one where one ends; each reads one tile of K
 and V a step. The accesses in that order go through a least-recently-used cache of the capacity that counts on the card.
+Before the L2, cards since Ampere coalesce reads of one line that come from several SMs at the same moment: these never
+reach it, so they are neither hits nor misses.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class L2Prediction:
     """What the simulation says of one launch.
 
     Attributes:
-        asked_bytes: bytes that the SMs ask the L2 for.
+        asked_bytes: bytes that the programs read.
+        l2_read_bytes: those of them that reach the L2.
         kv_bytes: K and V when each is read once, the least that DRAM must give.
         num_programs, num_accesses: size of the trace.
         uses_calibrated_l2: whether the card's L2 was fitted to its counters.
@@ -39,6 +42,7 @@ class L2Prediction:
     counters: Counters
     roofline: Roofline
     asked_bytes: float
+    l2_read_bytes: float
     kv_bytes: int
     num_programs: int
     num_accesses: int
@@ -53,11 +57,15 @@ class AccessTrace:
         names: int64 `[n]`, which tile.
         sizes: float64 `[n]` bytes.
         asked_bytes: bytes of all, repeats of one step included.
+        near_bytes, far_bytes: bytes of these repeats by programs next to each other in the launch, and by others; the
+            latter weighted by 1/√(1 + step), as programs drift apart like random walks from their common start.
     """
 
     names: np.ndarray
     sizes: np.ndarray
     asked_bytes: float
+    near_bytes: float
+    far_bytes: float
 
 
 def simulate_attention(
@@ -99,22 +107,29 @@ def simulate_calibrations(
     distances = stack_distances(trace.names, trace.sizes)
     asked = trace.asked_bytes + sum(launch.query_bytes[0] + launch.merge_bytes for launch in launches)
     queries = sum(launch.query_bytes[1] for launch in launches)
-    found = []
+    found, missed_kv = [], {}
     for known in calibrations:
-        shares = hit_share(distances, (gpu.l2_bytes or 0) * known.capacity_share, known.ways)
-        missed = float(((1 - shares) * trace.sizes).sum()) + queries
+        cache = (known.capacity_share, known.ways)
+        if cache not in missed_kv:
+            shares = hit_share(distances, (gpu.l2_bytes or 0) * known.capacity_share, known.ways)
+            missed_kv[cache] = float(((1 - shares) * trace.sizes).sum())
+        missed = missed_kv[cache] + queries
+        reads = asked - known.coalesced_near * trace.near_bytes - known.coalesced_far * trace.far_bytes
         floor = roofline(missed, shape.flops, ceilings or card_ceilings(gpu, known))
         counters = Counters(
             method=f"simulated (LRU of tiles, {variant}; L2 {'calibrated' if known.calibrated else 'uncalibrated'})",
             card=gpu.name,
-            l2_hit_rate=max(0.0, 1 - missed / asked),
+            l2_hit_rate=max(0.0, 1 - missed / reads),
             dram_bytes=missed,
             dram_bytes_per_s=floor.dram_bytes_per_s,
             kernel_time_s=floor.floor_s,
+            l2_read_bytes=reads,
         )
         num_programs = sum(len(launch.start) for launch in launches)
         found.append(
-            L2Prediction(counters, floor, asked, shape.kv_bytes, num_programs, len(trace.names), known.calibrated)
+            L2Prediction(
+                counters, floor, asked, reads, shape.kv_bytes, num_programs, len(trace.names), known.calibrated
+            )
         )
     return tuple(found)
 
@@ -128,19 +143,24 @@ def access_trace(shape: AttentionShape, launches: Sequence[Programs], max_access
     total = sum(int(np.sum(-(-(launch.end - launch.start) // launch.tile))) for launch in launches)
     factor = max(1, -(-total // max_accesses))
     parts = [_expand(shape, launch, factor) for launch in launches]
-    when, names, sizes = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    asked = float(sizes.sum())
-    # One sort key: the step first, then the tile; a sequence's tiles of one step lie side by side.
+    when, names, sizes, program = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    # One sort key: the step first, then the tile; a sequence's tiles of one step lie side by side, programs in order.
     key = when * (int(names.max()) + 1) + names if len(names) else names
     order = np.argsort(key, kind="stable")
-    key, names, sizes = key[order], names[order], sizes[order]
-    first = np.flatnonzero(np.diff(key, prepend=-1))
+    key, names, sizes, when, program = key[order], names[order], sizes[order], when[order], program[order]
+    is_repeat = np.diff(key, prepend=-1) == 0
+    is_near = is_repeat & (np.diff(program, prepend=-2) == 1)
+    first = np.flatnonzero(~is_repeat)
     largest = np.maximum.reduceat(sizes, first) if len(first) else sizes
-    return AccessTrace(names[first], largest.astype(np.float64), asked)
+    drift = np.sqrt(1.0 + factor * when)
+    return AccessTrace(
+        names[first], largest.astype(np.float64), float(sizes.sum()), float(sizes[is_near].sum()),
+        float((sizes / drift)[is_repeat].sum()),
+    )  # fmt: skip
 
 
-def _expand(shape: AttentionShape, launch: Programs, factor: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Step, name and bytes of every read of a launch, `factor` tiles at a time."""
+def _expand(shape: AttentionShape, launch: Programs, factor: int) -> tuple[np.ndarray, ...]:
+    """Step, name, bytes and program of every read of a launch, `factor` tiles at a time."""
     stride = launch.tile * factor
     steps = -(-(launch.end - launch.start) // stride)
     program = np.repeat(np.arange(len(steps)), steps)
@@ -157,9 +177,8 @@ def _expand(shape: AttentionShape, launch: Programs, factor: int) -> tuple[np.nd
         some = np.flatnonzero(high > low)
         sequence = np.zeros_like(some) if is_shared else launch.sequence[program[some]] + 1
         name = (sequence * shape.num_kv_heads + launch.kv_head[program[some]]) * tokens + begin[some]
-        parts.append((when[some], name, (high - low)[some] * float(shape.head_bytes)))
-    when, name, size = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    return when, name, size
+        parts.append((when[some], name, (high - low)[some] * float(shape.head_bytes), program[some]))
+    return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
 
 def start_steps(durations: np.ndarray, slots: int) -> np.ndarray:

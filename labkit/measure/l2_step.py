@@ -27,7 +27,7 @@ def layer_shapes(model: ModelSpec, config: EngineConfig, batch: BatchShape) -> d
         UnsupportedError: the model keeps no KV.
         OutOfRangeError: a batch or heads beyond what a launch takes.
     """
-    shapes = Counter(_shape(model, config, layer, batch) for layer in model.layers if layer.kind in KV_KINDS)
+    shapes = Counter(layer_shape(model, config, layer, batch) for layer in model.layers if layer.kind in KV_KINDS)
     if not shapes:
         raise UnsupportedError(f"{plain(model.name, 60)} keeps no KV, so its attention reads none")
     return dict(shapes)
@@ -49,21 +49,22 @@ def simulate_step(
     """
     if variant is None:
         variant = "prefill" if max(batch.query_lens) > MAX_DECODE_QUERIES else "full"
-    asked = missed = time_s = 0.0
+    reads = missed = time_s = 0.0
     method = ""
     for shape, num_layers in layer_shapes(model, config, batch).items():
         found = simulate_attention(shape, gpu, variant, calibration=calibration)
-        asked += num_layers * found.asked_bytes
+        reads += num_layers * found.l2_read_bytes
         missed += num_layers * found.counters.dram_bytes
         time_s += num_layers * found.counters.kernel_time_s
         method = found.counters.method
     return Counters(
         method=method,
         card=gpu.name,
-        l2_hit_rate=max(0.0, 1 - missed / asked),
+        l2_hit_rate=max(0.0, 1 - missed / reads),
         dram_bytes=missed,
         dram_bytes_per_s=missed / time_s,
         kernel_time_s=time_s,
+        l2_read_bytes=reads,
     )
 
 
@@ -98,7 +99,12 @@ def _decodes_at(row: RequestRow, at_s: float) -> bool:
     return last_s >= at_s
 
 
-def _shape(model: ModelSpec, config: EngineConfig, layer: LayerSpec, batch: BatchShape) -> AttentionShape:
+def layer_shape(model: ModelSpec, config: EngineConfig, layer: LayerSpec, batch: BatchShape) -> AttentionShape:
+    """The launch of one layer that reads KV.
+
+    Raises:
+        OutOfRangeError: a batch or heads beyond what a launch takes.
+    """
     stored = stored_kv_dtype(model, config)
     dtype = compute_dtype(model, config) if stored == "auto" else stored
     if layer.kind == "mla":

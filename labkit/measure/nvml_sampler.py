@@ -116,6 +116,11 @@ class NvmlSampler:
         """What was seen so far."""
         return tuple(self._samples)
 
+    @property
+    def last(self) -> NvmlSample | None:
+        """The newest look; None before the first."""
+        return self._samples[-1] if self._samples else None
+
     def start(self) -> NvmlSampler:
         """Begin; without a card only `reason` is set."""
         self._start_s = self._clock()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from labkit.measure.nvml_sampler import NvmlSummary
 from labkit.memory.records import MemoryBreakdown, MemoryPlan
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
@@ -69,9 +70,14 @@ class Counters:
     Attributes:
         method: "measured (…)" or "simulated (…)"; shown beside every value.
         card: the card that was measured or simulated.
-        l2_hit_rate: share of L2 sector reads that hit, 0 to 1.
-        dram_bytes_per_s: bytes read from DRAM per second of kernel time.
+        l2_hit_rate: share of L2 sector reads of the SMs that hit, 0 to 1.
+        dram_bytes, dram_bytes_per_s: read from DRAM, and that per second of kernel time.
         kernel_time_s: time of the kernels that were looked at.
+        scope: what was looked at, "" for a single launch.
+        l2_read_bytes: what the SMs read from the L2, hits and misses.
+        dram_write_bytes: written to DRAM.
+        warps_active_share: mean warps on an SM over the most it holds, while it had any.
+        tensor_active_share: share of the SMs' active cycles in which their tensor pipe worked.
     """
 
     method: str
@@ -80,6 +86,37 @@ class Counters:
     dram_bytes: float
     dram_bytes_per_s: float
     kernel_time_s: float
+    scope: str = ""
+    l2_read_bytes: float | None = None
+    dram_write_bytes: float | None = None
+    warps_active_share: float | None = None
+    tensor_active_share: float | None = None
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """Memory at one moment of a run, in bytes; None is "nobody says".
+
+    Attributes:
+        time_s: from the start of the run.
+        kv_used_bytes: blocks that requests hold, by the pool's own account.
+        allocated_bytes, active_bytes, reserved_bytes: torch's allocator on the card: in tensors, these and what waits
+            for another stream, taken from the driver.
+        unused_split_bytes: free pieces inside torch's segments that cannot go back to the driver.
+        device_used_bytes: of the whole card, from NVML.
+        process_bytes: of this process: on a card from NVML, else its resident memory on this machine.
+        other_processes_bytes: of all others on the card, from NVML.
+    """
+
+    time_s: float
+    kv_used_bytes: int
+    allocated_bytes: int | None = None
+    active_bytes: int | None = None
+    reserved_bytes: int | None = None
+    unused_split_bytes: int | None = None
+    device_used_bytes: int | None = None
+    process_bytes: int | None = None
+    other_processes_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +133,11 @@ class RunRecord:
         versions: package → version; machine facts under "machine".
         duration_s: from the first arrival to the last finish.
         measured: the measured memory parts, None when the run ended before they were read.
+        counters: of the attention of one decode step at the run's fullest, measured after the timed steps or simulated.
+        step_counters: of one such step as a whole, where it was measured.
+        counter_notes: why a better method did not count, one line each, with the cure.
+        memory_timeline: memory while the run went on.
+        nvml: power, clocks, temperature and what held the clocks down, None where there is no card.
         block_map: final or fullest-moment owner of each block, -1 free, -2 cached, else request_id; for the
             occupancy map.
         energy_j: from NVML, None where there is none.
@@ -114,6 +156,10 @@ class RunRecord:
     steps: tuple[StepRow, ...] = ()
     measured: MemoryBreakdown | None = None
     counters: Counters | None = None
+    step_counters: Counters | None = None
+    counter_notes: tuple[str, ...] = ()
+    memory_timeline: tuple[MemorySample, ...] = ()
+    nvml: NvmlSummary | None = None
     block_map: tuple[int, ...] = ()
     energy_j: float | None = None
     duration_s: float = 0.0

@@ -11,15 +11,16 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from labkit.errors import LabkitError
 from labkit.measure.attention_shape import AttentionShape, BatchShape
-from labkit.measure.counters import CORE_METRICS, Counted, to_counters
+from labkit.measure.counters import CORE_METRICS, Counted, count_replay, to_counters
 from labkit.measure.l2_calibration import L2Calibration, load_l2_calibration
 from labkit.measure.l2_simulator import simulate_attention, simulate_calibrations
+from labkit.measure.replay import replay_of
 from labkit.measure.run_record import Counters
 from labkit.results import at_least, at_most, write_results
 from labkit.specs.gpu_spec import GpuSpec
@@ -27,10 +28,12 @@ from labkit.specs.gpu_spec import GpuSpec
 UNPACKED = "one program for each query head"
 CAPACITY_SHARES = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 1.0)
 WAYS: tuple[int | None, ...] = (None, 4, 16)
+COALESCED_SHARES = tuple(share / 20 for share in range(20))
+# Which reads of several SMs meet on their way to the L2 differs from launch to launch.
+REPEATS = 5
 # Points that ncu counts as well: plain, unpacked, shared and prefill.
 NCU_POINTS = ("decode 64 × 4096 block 16 bfloat16", "decode 64 × 4096 group 4 unpacked", "shared 50 % of 32 × 4096",
               "prefill 4 × 2048 over 2048")  # fmt: skip
-NCU_KERNEL = "regex:_decode_kernel|_prefill_kernel"
 
 
 @dataclass(frozen=True)
@@ -104,16 +107,27 @@ def points() -> tuple[Point, ...]:
 
 
 def fit(gpu: GpuSpec, counted: Sequence[tuple[Point, Counters]]) -> L2Calibration:
-    """The share of the L2 and the ways with the smallest mean error of the hit rate."""
+    """The share of the L2 and its ways by the DRAM bytes, then what is coalesced before it by the hit rate: the
+    smallest sums of squared errors."""
     base = load_l2_calibration(gpu)
-    tried = [replace(base, capacity_share=share, ways=ways) for share in CAPACITY_SHARES for ways in WAYS]
+    caches = [replace(base, capacity_share=share, ways=ways) for share in CAPACITY_SHARES for ways in WAYS]
+    best = _best(gpu, counted, caches, lambda here, there: here.dram_bytes / there.dram_bytes - 1)
+    shares = [(near, far) for near in COALESCED_SHARES for far in COALESCED_SHARES if near + far <= 1]
+    tried = [replace(best, coalesced_near=near, coalesced_far=far) for near, far in shares]
+    best = _best(gpu, counted, tried, lambda here, there: here.l2_hit_rate - there.l2_hit_rate)
+    return replace(best, calibrated=True, source=f"fitted to {len(counted)} counted launches")
+
+
+def _best(
+    gpu: GpuSpec, counted: Sequence[tuple[Point, Counters]], tried: Sequence[L2Calibration],
+    error: Callable[[Counters, Counters], float],
+) -> L2Calibration:  # fmt: skip
+    """The calibration with the smallest sum of squares of `error` of simulated and counted."""
     errors = [0.0] * len(tried)
     for point, counters in counted:
-        predictions = simulate_calibrations(point.shape, gpu, point.variant, tried)
-        for index, prediction in enumerate(predictions):
-            errors[index] += abs(prediction.counters.l2_hit_rate - counters.l2_hit_rate)
-    best = tried[errors.index(min(errors))]
-    return replace(best, calibrated=True, source=f"fitted to {len(counted)} counted launches")
+        for index, prediction in enumerate(simulate_calibrations(point.shape, gpu, point.variant, tried)):
+            errors[index] += error(prediction.counters, counters) ** 2
+    return tried[errors.index(min(errors))]
 
 
 def compare(
@@ -147,7 +161,7 @@ def count_all(gpu: GpuSpec) -> tuple[list[tuple[Point, Counters]], list[dict[str
 
     from labkit.measure.kernel_launches import CardCounter
 
-    counter, counted, refused = CardCounter(), [], []
+    counter, counted, refused = CardCounter(REPEATS), [], []
     for point in points():
         begin = time.perf_counter()
         try:
@@ -166,30 +180,13 @@ def count_all(gpu: GpuSpec) -> tuple[list[tuple[Point, Counters]], list[dict[str
     return counted, refused
 
 
-def replay(name: str) -> None:
-    """Launch one point twice, the first to warm up: what ncu profiles."""
-    import torch
-
-    from labkit.measure.kernel_launches import FLUSH_BYTES, make_inputs, prepare_launch
-
-    point = next(each for each in points() if each.name == name)
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    call = prepare_launch(point.shape, point.variant, make_inputs(point.shape))
-    for _ in range(2):
-        flush.zero_()
-        call()
-    torch.cuda.synchronize()
-
-
 def count_with_ncu(card: str, name: str) -> Counted:
-    """One point under ncu, its last launch."""
-    from labkit.measure.ncu import run_ncu
-
-    command = [sys.executable, "-m", "labkit.measure.validate_l2", "--replay", name]
+    """One point under ncu."""
+    point = next(each for each in points() if each.name == name)
     try:
-        kernels = run_ncu(command, CORE_METRICS, kernel=NCU_KERNEL)
-        return Counted(to_counters(kernels[-1].metrics, "measured (ncu on a replay)", card))
-    except (LabkitError, IndexError) as error:
+        values = count_replay(replay_of(point.shape, point.variant), CORE_METRICS)
+        return Counted(to_counters(values, "measured (ncu on a replay)", card))
+    except LabkitError as error:
         return Counted(notes=(str(error),))
 
 
@@ -230,16 +227,10 @@ def validate(out: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: OUT.json, or --replay POINT for ncu."""
+    """Command line: OUT.json."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", nargs="?", help="where the table goes, such as results/counters.json")
-    parser.add_argument("--replay", help="launch one point only, for ncu")
+    parser.add_argument("out", help="where the table goes, such as results/counters.json")
     options = parser.parse_args(arguments)
-    if options.replay:
-        replay(options.replay)
-        return 0
-    if not options.out:
-        parser.error("OUT is missing")
     try:
         return validate(options.out)
     except LabkitError as error:

@@ -59,19 +59,54 @@ def test_more_than_one_pass_leaves_the_core_metrics():
 def test_unknown_metric_leaves_the_core_metrics():
     class FirstFails(FakeCupti):
         def _answer(self, name, params):
-            unknown = name == "cuptiProfilerHostConfigAddMetrics" and params.numMetrics == len(METRICS)
+            unknown = name == "cuptiProfilerHostConfigAddMetrics" and params.numMetrics != len(CORE_METRICS)
             return 17 if unknown else super()._answer(name, params)
 
-    result = scope(FirstFails(VALUES)).count(lambda: None)
-    assert set(result.values) == set(CORE_METRICS)
+    with scope(FirstFails(VALUES)) as counting:
+        pass
+    for result in (counting.result, scope(FirstFails(VALUES)).count(lambda: None)):
+        assert set(result.values) == set(CORE_METRICS)
+        assert result.counters.l2_hit_rate == 0.75
+        assert "only the core metrics" in result.notes[0]
+
+
+def test_core_metrics_of_a_call_are_counted_by_themselves():
+    """Reads and hits of one pass, whatever the others need."""
+    asked = []
+
+    def open_profiler(metrics, device):
+        asked.append(metrics)
+        return RangeProfiler(
+            metrics, device, context=5, cupti=FakeCupti(VALUES if metrics == CORE_METRICS else (1, 2, 3))
+        )
+
+    result = counters(synchronize=lambda: None, open_profiler=open_profiler).count(lambda: None)
+    assert asked == [CORE_METRICS, tuple(name for name in METRICS if name not in CORE_METRICS)]
     assert result.counters.l2_hit_rate == 0.75
+    assert (result.counters.dram_write_bytes, result.counters.l2_read_bytes) == (1.0, 32_000.0)
+    assert (result.counters.warps_active_share, result.counters.tensor_active_share) == (0.02, 0.03)
+
+
+def test_repeated_counts_are_means():
+    hits = iter((300.0, 700.0))
+
+    class Varying(FakeCupti):
+        def _cuptiRangeProfilerStop(self, params):
+            self.values = [1000.0, next(hits), 8000.0, 4000.0]
+            params.isAllPassSubmitted = 1
+
+    result = counters(
+        CORE_METRICS, synchronize=lambda: None, open_profiler=opener(Varying())
+    ).count(lambda: None, repeats=2)  # fmt: skip
+    assert result.counters.l2_hit_rate == 0.5
 
 
 def replayed(values):
     def run(command, metrics, kernel=None):
         assert command == ("python", "replay.py")
         assert kernel == "k"
-        return (NcuKernel(0, "k", {}), NcuKernel(1, "k", values))
+        twice = {name: 2 * value for name, value in values.items()}
+        return (NcuKernel(0, "k", {}), NcuKernel(1, "k", dict.fromkeys(values, 0.0)), NcuKernel(2, "k", twice))
 
     return run
 

@@ -203,7 +203,7 @@ def test_calibration_of_a_card_is_found_and_read_strictly(tmp_path):
     assert load_l2_calibration(catalogue_gpu("L4")).capacity_share == 1
     path = tmp_path / "c.json"
     path.write_text('{"cards": {"H200": {"capacity_share": 0.7, "ways": null, "calibrated": true}}}')
-    assert load_l2_calibration(H200, path) == L2Calibration(0.7, None, 0.9, True)
+    assert load_l2_calibration(H200, path) == L2Calibration(0.7, None, calibrated=True)
     for broken in ("", "[]", "{", '{"cards": []}', '{"cards": {"H200": 3}}', "[" * 100_000):
         path.write_text(broken)
         with pytest.raises(FileFormatError):

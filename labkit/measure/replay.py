@@ -1,0 +1,57 @@
+"""Launches one attention shape and nothing else, for ncu; usage: python -m labkit.measure.replay JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from labkit.measure.attention_shape import AttentionShape, BatchShape
+from labkit.measure.counters import Replay
+
+KERNELS = "regex:_decode_kernel|_prefill_kernel"
+# The first one warms up.
+NUM_LAUNCHES = 6
+
+
+def replay_of(shape: AttentionShape, variant: str = "full") -> Replay:
+    """The command that launches `shape`, the first time to warm up."""
+    job = json.dumps({"variant": variant, "shape": asdict(shape)})
+    return Replay((sys.executable, "-m", "labkit.measure.replay", job), KERNELS)
+
+
+def read_job(text: str) -> tuple[AttentionShape, str]:
+    """Shape and variant of a job that `replay_of` wrote."""
+    job = json.loads(text)
+    batch = BatchShape(**{name: tuple(value) if isinstance(value, list) else value
+                          for name, value in job["shape"].pop("batch").items()})  # fmt: skip
+    return AttentionShape(batch, **job["shape"]), job["variant"]
+
+
+def launch(shape: AttentionShape, variant: str) -> None:
+    """Launch `NUM_LAUNCHES` times, each with a cold L2."""
+    import torch
+
+    from labkit.measure.kernel_launches import FLUSH_BYTES, make_inputs, prepare_launch
+
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    call = prepare_launch(shape, variant, make_inputs(shape))
+    for _ in range(NUM_LAUNCHES):
+        flush.zero_()
+        call()
+    torch.cuda.synchronize()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: the job as JSON."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if len(given) != 1:
+        print("usage: python -m labkit.measure.replay JSON", file=sys.stderr)
+        return 2
+    launch(*read_job(given[0]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

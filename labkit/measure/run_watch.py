@@ -1,0 +1,77 @@
+"""`RunWatch`: memory and power while a run goes on, from torch's allocator, NVML and the pool's own account."""
+
+from __future__ import annotations
+
+import psutil
+
+from labkit.measure.allocator import AllocatorTimeline
+from labkit.measure.nvml_sampler import NvmlSampler, NvmlSummary
+from labkit.measure.run_record import MemorySample
+
+NVML_INTERVAL_S = 0.25
+MAX_SAMPLES = 600
+
+
+class RunWatch:
+    """Between `start` and `stop`, NVML is looked at by a thread and memory at each call of `look`.
+
+    Args:
+        uuid: NVML's identity of the card; None for a run on the CPU.
+        block_bytes: of one KV block.
+        sampler, allocator: for tests.
+    """
+
+    def __init__(
+        self, uuid: str | None, block_bytes: int, *, sampler: NvmlSampler | None = None,
+        allocator: AllocatorTimeline | None = None,
+    ) -> None:  # fmt: skip
+        self._is_on_card = uuid is not None
+        self._block_bytes = block_bytes
+        self._sampler = sampler or NvmlSampler(uuid, NVML_INTERVAL_S)
+        self._allocator = allocator or AllocatorTimeline()
+        self._process = psutil.Process()
+        self._samples: list[MemorySample] = []
+        self._every, self._looks = 1, 0
+
+    @property
+    def samples(self) -> tuple[MemorySample, ...]:
+        """What was kept: at most `MAX_SAMPLES`, evenly over the looks."""
+        return tuple(self._samples)
+
+    def start(self) -> RunWatch:
+        """Begin."""
+        self._sampler.start()
+        return self
+
+    def stop(self) -> NvmlSummary | None:
+        """End; power, clocks and energy of the time between, None on a CPU."""
+        summary = self._sampler.stop()
+        return summary if self._is_on_card else None
+
+    def look(self, time_s: float, num_blocks_used: int) -> MemorySample:
+        """Memory now, `time_s` into the run."""
+        kv_used = num_blocks_used * self._block_bytes
+        if self._is_on_card:
+            sample = self._look_at_card(time_s, kv_used)
+        else:
+            sample = MemorySample(time_s, kv_used, process_bytes=self._process.memory_info().rss)
+        if self._looks % self._every == 0:
+            self._samples.append(sample)
+        self._looks += 1
+        if len(self._samples) > MAX_SAMPLES:
+            self._samples, self._every = self._samples[::2], 2 * self._every
+        return sample
+
+    def _look_at_card(self, time_s: float, kv_used: int) -> MemorySample:
+        torch, nvml = self._allocator.look(), self._sampler.last
+        return MemorySample(
+            time_s,
+            kv_used,
+            allocated_bytes=torch and torch.allocated_bytes,
+            active_bytes=torch and torch.active_bytes,
+            reserved_bytes=torch and torch.reserved_bytes,
+            unused_split_bytes=torch and torch.unused_split_bytes,
+            device_used_bytes=nvml and nvml.memory_used_bytes,
+            process_bytes=nvml and nvml.process_bytes,
+            other_processes_bytes=nvml and nvml.other_processes_bytes,
+        )
