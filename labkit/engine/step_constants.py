@@ -17,7 +17,7 @@ LEVELS: tuple[Level, ...] = ("data sheet", "shipped", "microbenchmark", "calibra
 
 @dataclass(frozen=True)
 class StepConstants:
-    """Shares of data-sheet figures that are reached, and seconds that are lost; each more than zero.
+    """Shares of data-sheet figures that are reached, and seconds that are lost; each 0 or more.
 
     Attributes:
         bandwidth_efficiency: weights read by products, of the memory bandwidth.
@@ -26,7 +26,8 @@ class StepConstants:
         kv_efficiency, kv_efficiency_8bit: decode attention, of the memory bandwidth.
         attention_efficiency: prefill attention, of the 16-bit peak.
         attention_floor_s: shortest attention of a layer.
-        elementwise_efficiency: norms, rotations and activations, of the memory bandwidth.
+        elementwise_passes: time of norms, rotations and activations over what the bandwidth allows; 0 where they are
+            inside the shares that were fitted for products.
         sampling_passes, sampling_floor_s: logits read, as passes over float32 numbers; the shortest time for it.
         all_reduce_s, link_efficiency: one all-reduce; share of the link's bandwidth.
         step_s, layer_s, moe_layer_s, request_s: host and launch time of a step, a layer, a layer's routing, a request.
@@ -52,7 +53,7 @@ class StepConstants:
     kv_efficiency_8bit: float
     attention_efficiency: float
     attention_floor_s: float
-    elementwise_efficiency: float
+    elementwise_passes: float
     sampling_passes: float
     sampling_floor_s: float
     all_reduce_s: float

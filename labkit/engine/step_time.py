@@ -132,7 +132,7 @@ class StepTimeModel:
             "lm_head": self._products(cost.head, np.asarray(load.num_sampled, dtype=float), is_head=True),
             "kv": self._kv(load),
             "prefill_attention": self._prefill(load),
-            "elementwise": tokens * cost.elementwise_bytes / (self._bandwidth * c.elementwise_efficiency),
+            "elementwise": tokens * cost.elementwise_bytes * c.elementwise_passes / self._bandwidth,
             "communication": self._communication(tokens),
             "sampling": self._sampling(load.num_sampled),
             "swap": load.swapped_bytes / c.host_link_bytes_per_s + np.zeros_like(tokens),
@@ -256,21 +256,20 @@ class StepTimeModel:
         for kind, tokens in zip(self.cost.kv, load.kv_tokens, strict=True):
             read = kind.token_bytes * tokens / (self._bandwidth * efficiency)
             busy = smooth_max(read, kind.decode_flops * tokens / peak)
-            total = total + np.where(tokens > 0, kind.num_layers * smooth_max(busy, c.attention_floor_s), 0.0)
+            total = total + kind.num_layers * smooth_max(busy, c.attention_floor_s)
         return total
 
     def _prefill(self, load: StepLoad) -> Array:
-        c, total = self.constants, np.zeros_like(load.num_tokens, dtype=float)
-        peak = float(self.gpu.bf16_flops or self.gpu.fp16_flops or 0.0) * c.attention_efficiency
+        peak = float(self.gpu.bf16_flops or self.gpu.fp16_flops or 0.0) * self.constants.attention_efficiency
+        total = np.zeros_like(load.num_tokens, dtype=float)
         for kind, pairs in zip(self.cost.kv, load.pairs, strict=True):
-            busy = smooth_max(kind.prefill_flops * pairs / peak, c.attention_floor_s)
-            total = total + np.where(pairs > 0, kind.num_layers * busy, 0.0)
+            total = total + kind.num_layers * kind.prefill_flops * pairs / peak
         return total
 
     def _sampling(self, num_sampled: Array) -> Array:
         c = self.constants
         read = np.asarray(num_sampled) * self.cost.vocab_size * 4.0 * c.sampling_passes / self._bandwidth
-        return np.where(read > 0, smooth_max(read, c.sampling_floor_s), 0.0)
+        return smooth_max(read, np.where(read > 0, c.sampling_floor_s, 0.0))
 
     def _communication(self, tokens: Array) -> Array:
         c, tp = self.constants, self.cost.tensor_parallel_size
