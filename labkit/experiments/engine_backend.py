@@ -31,7 +31,7 @@ class EngineBackend:
     def load(self, arguments: dict[str, Any], emit: Emit, is_cancelled: IsCancelled) -> dict[str, Any]:
         """Weights of `arguments["model"]` from `arguments["source"]` in `dtype`, read or random by `load_format`.
 
-        `arguments["device"]` is "cpu" or "cuda".
+        `arguments["quantization"]` is vLLM's word or None, `arguments["device"]` "cpu" or "cuda".
         """
         from labkit.models import load_model_weights
 
@@ -46,8 +46,9 @@ class EngineBackend:
         spec = from_plain(ModelSpec, arguments["model"])
         source = arguments["source"] or None
         self._decoder = load_model_weights(
-            spec, source, arguments["dtype"], arguments["load_format"], seed=arguments.get("seed", 0), device=device
-        )
+            spec, source, arguments["dtype"], arguments["load_format"], seed=arguments.get("seed", 0), device=device,
+            quantization=arguments.get("quantization"),
+        )  # fmt: skip
         emit(_progress("load", 1, start))
         return {"load_s": time.monotonic() - start}
 

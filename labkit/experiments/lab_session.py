@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+from labkit.engine.supported_knobs import check_knobs
 from labkit.errors import CancelledError, DoesNotFitError, LabkitError, StoreError, WorkerError
 from labkit.experiments.card import runs_on
 from labkit.experiments.run import RunOptions
@@ -212,6 +213,7 @@ class LabSession:
         if plan.gpu.is_cpu and not self.gpu.is_cpu:
             text = f"the run is on this machine's CPU; nothing of it is measured on {plain(self.gpu.name, 60)}"
             tell({"type": "log", "level": "info", "message": text})
+        check_knobs(plan)
         if plan.verdict == "does not fit":
             raise _does_not_fit(plan)
         return RunJob(plan, workload, self.source, options or RunOptions())

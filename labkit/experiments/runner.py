@@ -106,13 +106,14 @@ class LocalRunner:
     def _load(self, job: RunJob, on_event: OnEvent, cancel: threading.Event) -> None:
         config = job.plan.config
         device = "cpu" if job.plan.gpu.is_cpu else "cuda"
-        wanted = (job.plan.model, job.source, config.dtype, config.load_format, device)
+        wanted = (job.plan.model, job.source, config.dtype, config.load_format, config.quantization, device)
         generation = self.worker.start(on_event)
         if generation == self._generation and self._loaded == wanted:
             return
         self._loaded = None
         on_event({"type": "status", "phase": "load", "message": "loading the model"})
-        arguments = dict(zip(("model", "source", "dtype", "load_format", "device"), wanted, strict=True))
+        names = ("model", "source", "dtype", "load_format", "quantization", "device")
+        arguments = dict(zip(names, wanted, strict=True))
         arguments["model"] = to_plain(job.plan.model)
         self.worker.call("load", arguments, on_event, cancel)
         self._loaded, self._generation = wanted, self.worker.generation

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from labkit.errors import FileFormatError, OutOfRangeError, UnknownNameError
+from labkit.errors import FileFormatError, OutOfRangeError, UnknownNameError, UnsupportedError
 from labkit.text import nearest, plain
 
 # Every name that some vLLM version takes; which of them an engine has, the planner says by name.
@@ -19,6 +20,8 @@ KV_CACHE_DTYPES = (
     "octave_k3v3_compact", "ultraquant_4bit",
 )  # fmt: skip
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+# vLLM's knobs of drafts and their acceptance, from 0.6 to 0.33.
+_SPECULATIVE = re.compile(r"spec(ulative|_decod|_method|_model|_tokens)|ngram_prompt|num_lookahead|typical_acceptance")
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class EngineConfig:
 
     Raises:
         UnknownNameError: a keyword that is no knob; it names the nearest.
+        UnsupportedError: one of vLLM's knobs of speculative decoding.
         OutOfRangeError: a value outside the knob's range; it names the range.
     """
 
@@ -283,6 +287,12 @@ class EngineConfig:
         names = [knob.name for knob in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in names:
+                if _SPECULATIVE.search(name):
+                    raise UnsupportedError(
+                        f"labkit has no speculative decoding, so it has no knob {plain(name, 80)}",
+                        works="leaving it out, or adding vLLM's flag to the exported command",
+                        knob=plain(name, 80),
+                    )
                 close = nearest(name, names)
                 hint = f"; did you mean {close}?" if close else ""
                 raise UnknownNameError(f"EngineConfig has no knob {plain(name, 80)!r}{hint}", works=close)
