@@ -1,7 +1,7 @@
 """`CudaAttention`: the decoder's attention over block tables with labkit's kernels.
 
-Rows with one new token come first in a step and go through the decode kernel, the others through the prefill kernel:
-one long prompt must not slow down those that only decode.
+Rows of sequences with one new token come first in a step and go through the decode kernel, the others through the
+prefill kernel: one long prompt must not slow down those that only decode.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from labkit_kernels.decode_plan import DecodeWorkspace
-from labkit_kernels.heuristics import prefill_config
+from labkit_kernels.heuristics import DecodeConfig, PrefillConfig, num_slots, prefill_config
 from labkit_kernels.kv_write import KVTarget, write_kv
 from labkit_kernels.ops import cache_kind, capability
 from labkit_kernels.paged_decode import paged_decode
-from labkit_kernels.paged_prefill import choose_splits, paged_prefill
+from labkit_kernels.paged_prefill import MAX_SPLITS, MIN_TILES_OF_SPLIT, paged_prefill
 from labkit_kernels.rope_write import Rotary, rope_and_write
 from labkit_kernels.scores import Scores
 
@@ -25,15 +25,16 @@ from labkit.specs.model_spec import LayerSpec, ModelSpec
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """Who owns which rows of a step; every tensor is on the device. B sequences, T tokens, P of B prefill.
+    """Who owns which rows of a step; every tensor is on the device. D + P places for sequences, T rows.
 
     Attributes:
-        num_decodes: sequences with one new token; they and their tokens come first.
+        num_decodes: D, places of sequences with one new token; they come first, and so do their rows.
         slot_mapping: int64 [T], block · block_size + offset of each token; negative writes nothing.
-        seq_lens: int32 [B], tokens in the cache when the step is done; 0 for padding.
-        block_tables: int32 [B, blocks].
-        query_starts: int32 [P + 1], first token of each prefill counted from the first prefill token; None without.
-        max_query_len: longest prefill.
+        seq_lens: int32 [D + P], tokens in the cache when the step is done; 0 for padding.
+        block_tables: int32 [D + P, blocks].
+        query_starts: int32 [P + 1], first row of each other sequence, then the row after the last; None without. They
+            may begin before row D: rows of unused places are theirs.
+        max_query_len: bound on the rows of one of them.
     """
 
     num_decodes: int
@@ -89,7 +90,7 @@ class CudaAttention:
     def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         write_kv(k, v, self._current().slot_mapping, self._targets[layer_index])
-        return self._mix(layer_index, q)
+        return self.read(layer_index, q)
 
     def attend_rotated(
         self,
@@ -102,14 +103,15 @@ class CudaAttention:
     ) -> torch.Tensor:
         """`attend` with the heads' norm and rotation and the cache write in one launch; q and k come unrotated."""
         slots = self._current().slot_mapping
-        return self._mix(layer_index, rope_and_write(q, k, v, positions, slots, rotary, self._targets[layer_index]))
+        return self.read(layer_index, rope_and_write(q, k, v, positions, slots, rotary, self._targets[layer_index]))
 
     def _current(self) -> AttentionRows:
         if self._rows is None:
             raise RuntimeError("begin was not called for this step")
         return self._rows
 
-    def _mix(self, layer_index: int, q: torch.Tensor) -> torch.Tensor:
+    def read(self, layer_index: int, q: torch.Tensor) -> torch.Tensor:
+        """Attention of q `[T, heads, head_dim]` over the cache as it is; nothing is written."""
         rows, cached, scores = self._current(), self._cache.layers[layer_index], self._scores[layer_index]
         count = rows.num_decodes
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -119,20 +121,27 @@ class CudaAttention:
                 workspace=self._of_layer[layer_index], out=out[:count],
             )  # fmt: skip
         if rows.query_starts is not None:
-            tables, group = rows.block_tables[count:], q.shape[1] // cached.k.shape[2]
+            group = q.shape[1] // cached.k.shape[2]
             kind = cache_kind(cached.k)
             config = prefill_config(capability(q.device), kind, q.shape[2], rows.max_query_len * group)
             paged_prefill(
-                q[count:], cached.k, cached.v, tables, rows.seq_lens[count:], rows.query_starts, scores,
-                max_query_len=rows.max_query_len, out=out[count:], config=config,
-                num_splits=_power_of_two(choose_splits(q[count:], cached.k, tables, config)),
+                q, cached.k, cached.v, rows.block_tables[count:], rows.seq_lens[count:], rows.query_starts, scores,
+                max_query_len=rows.max_query_len, out=out, config=config,
+                num_splits=_num_splits(q, cached.k, rows.block_tables.shape[1], config),
             )  # fmt: skip
         return out
 
 
-def _power_of_two(splits: int) -> int:
-    """The largest power of two up to `splits`: each number of splits is a kernel of its own to compile."""
-    return 1 << (splits.bit_length() - 1)
+def _num_splits(q: torch.Tensor, k_cache: torch.Tensor, max_blocks: int, config: PrefillConfig) -> int:
+    """Shares of the keys with which one prompt over all rows of q about fills the card, from shapes alone.
+
+    A power of two, since each number of splits is a kernel of its own to compile; 1 where the card is half full.
+    """
+    programs = max(1, q.shape[0] * q.shape[1] // k_cache.shape[2] // config.rows) * k_cache.shape[2]
+    wanted = num_slots(q.device, DecodeConfig(ctas_per_sm=1)) / programs
+    tiles = max_blocks * k_cache.shape[1] // config.tile
+    most = min(wanted * 2**0.5, tiles // MIN_TILES_OF_SPLIT, MAX_SPLITS)
+    return 1 << (int(most).bit_length() - 1) if wanted >= 2 and most >= 1 else 1
 
 
 def _window(layer: LayerSpec) -> int | None:

@@ -7,6 +7,7 @@ card.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,18 @@ from labkit_kernels.sampling import sample
 from labkit.engine.batch import ScheduledBatch
 from labkit.engine.cuda_attention import AttentionRows, CudaAttention
 from labkit.engine.cuda_cache import CacheFormat, CudaKVCache, cache_format
-from labkit.engine.cuda_forward import Forward, make_forward
-from labkit.engine.cuda_graphs import DecodeGraphs, capture_sizes
-from labkit.engine.cuda_inputs import HostStep, SlotTables, Staging, StepTensors, arrange, padding_step
+from labkit.engine.cuda_forward import Forward, make_forward, why_eager
+from labkit.engine.cuda_graphs import MAX_PROMPTS, StepGraphs, decode_shapes, mixed_shapes
+from labkit.engine.cuda_inputs import (
+    HostStep,
+    SlotTables,
+    Staging,
+    StepShape,
+    StepTensors,
+    arrange,
+    padding_step,
+    shape_of,
+)
 from labkit.engine.cuda_memory import StepCosts, give_back, look_at, pool_of, with_blocks
 from labkit.engine.cuda_profile import PROMPT_SIZES, prompt_step
 from labkit.engine.sampler import penalize
@@ -29,6 +39,7 @@ from labkit.format import GIB
 from labkit.memory.records import MemoryPlan
 from labkit.models.decoder import Decoder
 from labkit.models.linear import project
+from labkit.specs.model_spec import LayerSpec
 
 # What can change without touching memory: only the scheduler reads it.
 _SCHEDULING_KNOBS = frozenset({"enable_chunked_prefill", "enable_prefix_caching", "preemption_mode"})
@@ -45,7 +56,7 @@ class _Allocated:
     forward: Forward
     last_tokens: torch.Tensor
     results: list[torch.Tensor]
-    graphs: DecodeGraphs | None = None
+    graphs: StepGraphs | None = None
     graphs_bytes: int = 0
 
     @property
@@ -74,7 +85,7 @@ class _Measured:
     """What was measured once and holds for later plans too."""
 
     costs: dict[tuple, StepCosts] = field(default_factory=dict)
-    warm_sizes: set[tuple] = field(default_factory=set)
+    warm_shapes: set[tuple] = field(default_factory=set)
     outside_bytes: int = 0
     library_bytes: int = 0
 
@@ -86,6 +97,7 @@ class CudaExecutor:
     largest step and the graphs, each measured. `plan` is then the given one with the blocks that were allocated.
 
     Attributes:
+        why_eager: why this model's steps are never captured; "" where they are.
         times: a list to which each step adds the events of its begin and end on the device; None adds nothing.
 
     Args:
@@ -105,6 +117,7 @@ class CudaExecutor:
         self._stream = torch.cuda.Stream(self._device) if self._on_card else None
         self._allocated: _Allocated | None = None
         self._turn = 0
+        self.why_eager = why_eager(decoder)
         self.times: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         if self._on_card:
             torch.cuda.set_device(self._device)
@@ -141,19 +154,16 @@ class CudaExecutor:
             memory.tables.update(sequence, slot, block_table)
         memory.tables.send_changes()
         penalized = [entry for entry in batch.sequences if entry.request.sampling.repetition_penalty != 1.0]
-        decodes_only = batch.num_tokens == len(batch.sequences) and not penalized
-        size = memory.graphs.size_for(batch.num_tokens) if memory.graphs is not None and decodes_only else 0
-        step = arrange(batch, memory.tables, memory.cache.form.block_size, pad_to=size)
+        shape = None if memory.graphs is None or penalized else memory.graphs.shape_for(shape_of(batch))
+        step = arrange(batch, memory.tables, memory.cache.form.block_size, shape)
         started = None if self.times is None else torch.cuda.Event(enable_timing=True)
         if started is not None:
             started.record()
         tensors = memory.staging.send(step)
-        if size:
-            tokens = memory.graphs.replay(size)  # type: ignore[union-attr]
+        if shape is not None:
+            tokens = memory.graphs.replay(shape)  # type: ignore[union-attr]
         else:
-            tokens = self._compute(
-                memory, tensors, [batch.sequences[index] for index in step.sampled] if penalized else []
-            )
+            tokens = self._compute(memory, tensors, _owners(step, batch) if penalized else [])
         return self._send_back(memory, tokens, _rows_in_order(step, batch), started)
 
     def collect(self, pending: PendingStep) -> list[int]:
@@ -176,6 +186,28 @@ class CudaExecutor:
             "workspace": self._workspace_bytes(memory.graphs_bytes),
             "outside": self._measured.outside_bytes,
         }
+
+    @torch.inference_mode()
+    def attention_reads(self, sequences: list[Sequence]) -> list[Callable[[], torch.Tensor]]:
+        """For each layer a call that launches its attention over what decoding `sequences` have in the cache, with
+        made-up queries; it writes nothing there. Valid until the next step."""
+        memory, device = self._memory(), self._device
+        tables = [torch.tensor(sequence.block_table, dtype=torch.int32) for sequence in sequences]
+        memory.attention.begin(
+            AttentionRows(
+                num_decodes=len(sequences),
+                slot_mapping=torch.empty(0, dtype=torch.int64, device=device),
+                seq_lens=torch.tensor([entry.num_computed_tokens for entry in sequences], dtype=torch.int32).to(device),
+                block_tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(device),
+            )
+        )
+
+        def read_of(index: int, layer: LayerSpec) -> Callable[[], torch.Tensor]:
+            shape = (len(sequences), layer.num_heads // self._decoder.tp_size, layer.head_dim)
+            q = torch.randn(shape, dtype=self._decoder.dtype, device=device)
+            return lambda: memory.attention.read(index, q)
+
+        return [read_of(index, layer) for index, layer in enumerate(self._decoder.spec.layers)]
 
     def close(self) -> None:
         """See `Executor.close`."""
@@ -251,16 +283,17 @@ class CudaExecutor:
         return _Allocated(
             cache=cache,
             tables=SlotTables(max_num_seqs, -(-max_model_len // config.block_size), device),
-            staging=Staging(int(config.max_num_batched_tokens or 1), max_num_seqs, device),
+            staging=Staging(int(config.max_num_batched_tokens or 1), max_num_seqs + MAX_PROMPTS, device),
             attention=attention,
             forward=make_forward(decoder, attention),
             last_tokens=torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device),
-            results=[torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=self._on_card) for _ in range(2)],
+            results=[
+                torch.zeros(max_num_seqs + MAX_PROMPTS, dtype=torch.int64, pin_memory=self._on_card) for _ in range(2)
+            ],
         )
 
     def _captures(self, plan: MemoryPlan) -> bool:
-        """MoE routing reads on the host which experts are visited, so such models run eagerly."""
-        return not plan.config.enforce_eager and plan.model.moe is None
+        return not plan.config.enforce_eager and not self.why_eager
 
     def _shape_key(self, plan: MemoryPlan) -> tuple:
         config = plan.config
@@ -296,33 +329,35 @@ class CudaExecutor:
         return torch.cuda.max_memory_allocated(self._device) - kept
 
     def _graphs_estimate(self, trial: _Allocated, plan: MemoryPlan) -> int:
-        """From the two largest graphs over a pool of one block: the first owns the memory, the others share it."""
-        sizes = capture_sizes(int(plan.config.max_num_seqs or 1))
-        graphs = DecodeGraphs(lambda size: self._prepared(trial, size), self._stream)  # type: ignore[arg-type]
-        used = [self._used_bytes()]
-        for size in sizes[:-3:-1]:
-            graphs.capture(size, warm_up=self._is_new_size(plan, size))
-            used.append(self._used_bytes())
-        del graphs
-        return used[1] - used[0] + (used[-1] - used[1]) * (len(sizes) - 1)
+        """From the two largest graphs of each kind over a pool of one block: the very first owns the memory, the others
+        share it."""
+        graphs = StepGraphs(lambda shape: self._prepared(trial, shape), self._stream)  # type: ignore[arg-type]
+        used, total = self._used_bytes(), 0
+        for shapes in _graph_shapes(plan):
+            for number, shape in enumerate(shapes[:-3:-1]):
+                graphs.capture(shape, warm_up=self._is_new_shape(plan, shape))
+                grown, used = self._used_bytes() - used, self._used_bytes()
+                total += grown * (1 if number == 0 else len(shapes) - 1)
+        return total
 
     def _capture(self, memory: _Allocated, plan: MemoryPlan) -> None:
         before = self._used_bytes()
-        graphs = DecodeGraphs(lambda size: self._prepared(memory, size), self._stream)  # type: ignore[arg-type]
-        for size in reversed(capture_sizes(int(plan.config.max_num_seqs or 1))):
-            graphs.capture(size, warm_up=self._is_new_size(plan, size))
+        graphs = StepGraphs(lambda shape: self._prepared(memory, shape), self._stream)  # type: ignore[arg-type]
+        for shapes in _graph_shapes(plan):
+            for shape in reversed(shapes):
+                graphs.capture(shape, warm_up=self._is_new_shape(plan, shape))
         memory.graphs = graphs
         memory.graphs_bytes = max(0, self._used_bytes() - before)
 
-    def _prepared(self, memory: _Allocated, size: int):
-        tensors = memory.staging.send(padding_step(size, memory.tables))
+    def _prepared(self, memory: _Allocated, shape: StepShape):
+        tensors = memory.staging.send(padding_step(shape, memory.tables))
         return lambda: self._compute(memory, tensors)
 
-    def _is_new_size(self, plan: MemoryPlan, size: int) -> bool:
+    def _is_new_shape(self, plan: MemoryPlan, shape: StepShape) -> bool:
         """Whether this process has not launched the kernels of such a step yet."""
-        key = (size, *self._shape_key(plan)[2:5])
-        is_new = key not in self._measured.warm_sizes
-        self._measured.warm_sizes.add(key)
+        key = (shape, *self._shape_key(plan)[2:5])
+        is_new = key not in self._measured.warm_shapes
+        self._measured.warm_shapes.add(key)
         return is_new
 
     def _used_bytes(self) -> int:
@@ -330,9 +365,11 @@ class CudaExecutor:
         card = look_at(self._device)
         return card.total_bytes - card.free_bytes
 
-    def _compute(self, memory: _Allocated, step: StepTensors, penalized: list[Sequence] | None = None) -> torch.Tensor:
-        """Tokens int64 [S] of the rows that give one; they are kept by slot for the next step as well."""
-        parts, count = step.tensors, step.num_decodes
+    def _compute(
+        self, memory: _Allocated, step: StepTensors, penalized: list[Sequence | None] | None = None
+    ) -> torch.Tensor:
+        """Tokens int64 [places]; those that count are kept by slot for the next step as well."""
+        parts, count = step.tensors, step.shape.num_decodes
         rows = AttentionRows(
             num_decodes=count,
             slot_mapping=parts["slot_mapping"],
@@ -354,7 +391,7 @@ class CudaExecutor:
         memory.last_tokens.index_copy_(0, parts["sample_slots"], tokens)
         return tokens
 
-    def _logits(self, hidden: torch.Tensor, penalized: list[Sequence]) -> torch.Tensor:
+    def _logits(self, hidden: torch.Tensor, penalized: list[Sequence | None]) -> torch.Tensor:
         """[S, vocab] in the model's type; float32 where a cap or a penalty changes them."""
         logits, cap = project(hidden, self._decoder.weights.head), self._decoder.spec.final_softcap
         if cap is not None:
@@ -362,7 +399,7 @@ class CudaExecutor:
         if penalized:
             logits = logits.float()
         for row, sequence in enumerate(penalized):
-            if sequence.request.sampling.repetition_penalty != 1.0:
+            if sequence is not None and sequence.request.sampling.repetition_penalty != 1.0:
                 penalize(logits[row], sequence.token_ids, sequence.request.sampling.repetition_penalty)
         return logits
 
@@ -377,6 +414,17 @@ class CudaExecutor:
             if started is not None and self.times is not None:
                 self.times.append((started, done))
         return PendingStep(result, rows, done)
+
+
+def _graph_shapes(plan: MemoryPlan) -> tuple[list[StepShape], list[StepShape]]:
+    """Shapes to capture, smallest first: of steps with prompts, which need the most memory, and of those without."""
+    max_num_seqs, max_tokens = int(plan.config.max_num_seqs or 1), int(plan.config.max_num_batched_tokens or 1)
+    return mixed_shapes(max_num_seqs, max_tokens), decode_shapes(max_num_seqs)
+
+
+def _owners(step: HostStep, batch: ScheduledBatch) -> list[Sequence | None]:
+    """The sequence of each place whose token counts."""
+    return [batch.sequences[index] if index >= 0 else None for index in step.sampled]
 
 
 def _swap_blocks(plan: MemoryPlan, form: CacheFormat) -> int:

@@ -72,85 +72,112 @@ class SlotTables:
         self.parameters["min_p"][slot] = sampling.min_p
 
 
+@dataclass(frozen=True, order=True)
+class StepShape:
+    """Places in a step: the first `num_decodes` of its rows may belong to sequences with one new token, those after
+    them to up to `num_prompts` sequences with more. What is left over is padding.
+
+    Attributes:
+        num_tokens: rows.
+        num_decodes: of them for sequences with one new token.
+        num_prompts: other sequences.
+    """
+
+    num_tokens: int
+    num_decodes: int
+    num_prompts: int = 0
+
+
 @dataclass(frozen=True)
 class HostStep:
-    """One step as arrays, sequences with one new token first.
+    """One step as arrays, sequences with one new token first; every sequence has a place that gives a token.
 
     Attributes:
         arrays: name → array, in the order in which they are packed.
-        num_decodes: sequences with one new token.
-        max_query_len: of the others, 0 where there are none.
-        sampled: [S] index into the batch's sequences of each row that gives a token, in the device's order.
+        shape: its places.
+        max_query_len: bound on the new tokens of a sequence.
+        sampled: [num_decodes + num_prompts] index into the batch's sequences of each place whose token counts; else -1.
     """
 
     arrays: dict[str, np.ndarray]
-    num_decodes: int
+    shape: StepShape
     max_query_len: int
     sampled: np.ndarray
 
 
-def arrange(batch: ScheduledBatch, tables: SlotTables, block_size: int, *, pad_to: int = 0) -> HostStep:
+def shape_of(batch: ScheduledBatch) -> StepShape:
+    """The places that a step fills."""
+    counts = np.diff(batch.query_starts)
+    num_decodes = int((counts == 1).sum())
+    return StepShape(batch.num_tokens, num_decodes, len(counts) - num_decodes)
+
+
+def arrange(batch: ScheduledBatch, tables: SlotTables, block_size: int, shape: StepShape | None = None) -> HostStep:
     """The step's arrays.
 
     Args:
         batch: what was scheduled; `tables` is up to date with it.
         block_size: of the cache.
-        pad_to: rows of a captured graph, where every sequence has one new token; then every row gives a token.
+        shape: of a captured graph, with room for the batch; None takes the places that the batch fills.
     """
+    filled = shape_of(batch)
+    captured, shape = shape is not None, shape or filled
     starts = np.array(batch.query_starts, dtype=np.int64)
-    counts = np.diff(starts)
-    order = np.argsort(counts != 1, kind="stable")
-    num_decodes = int((counts == 1).sum())
+    order = np.argsort(np.diff(starts) != 1, kind="stable")
+    counts = np.diff(starts)[order]
     token_ids, positions = np.array(batch.token_ids, dtype=np.int64), np.array(batch.positions, dtype=np.int64)
-    slots, seq_lens = np.array(batch.slots, dtype=np.int64)[order], np.array(batch.seq_lens, dtype=np.int32)[order]
-    if num_decodes < len(order):
+    if filled.num_prompts:
         rows = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in order])
         token_ids, positions = token_ids[rows], positions[rows]
-    row_slots = np.repeat(slots, counts[order])
-    block_ids = tables.host[row_slots, positions // block_size].astype(np.int64)
+    slots = np.array(batch.slots, dtype=np.int64)[order]
+    block_ids = tables.host[np.repeat(slots, counts), positions // block_size].astype(np.int64)
     arrays = {
-        "token_ids": token_ids,
-        "positions": positions,
-        "slot_mapping": block_ids * block_size + positions % block_size,
-        "slots": slots,
+        "token_ids": _placed(token_ids, shape.num_tokens, 0),
+        "positions": _placed(positions, shape.num_tokens, 0),
+        "slot_mapping": _placed(block_ids * block_size + positions % block_size, shape.num_tokens, -1),
     }
-    gives = np.array(batch.samples, dtype=bool)[order]
-    last_rows = np.cumsum(counts[order]) - 1
-    if pad_to:
-        arrays |= _sampling_arrays(tables, slots, seq_lens) | {"seq_lens": seq_lens}
-        return HostStep(_padded(arrays, pad_to, tables.padding), num_decodes, 0, np.where(gives, order, -1))
-    arrays |= {"sample_rows": last_rows[gives]} | _sampling_arrays(tables, slots[gives], seq_lens[gives])
-    arrays |= {"seq_lens": seq_lens}
-    if num_decodes < len(order):
-        arrays["query_starts"] = (np.concatenate(([0], np.cumsum(counts[order][num_decodes:])))).astype(np.int32)
-    longest = int(counts[order][num_decodes:].max(initial=0))
-    return HostStep(arrays, num_decodes, longest, order[gives])
+    gives, seq_lens = np.array(batch.samples, dtype=bool)[order], np.array(batch.seq_lens, dtype=np.int32)[order]
+    places = np.arange(len(order))
+    places[filled.num_decodes :] += shape.num_decodes - filled.num_decodes
+    arrays |= _sequence_arrays(tables, shape, places, slots, seq_lens, gives)
+    if shape.num_prompts:
+        ends = np.cumsum(counts)
+        starts_of_prompts = np.concatenate(([filled.num_decodes], ends[filled.num_decodes :])).astype(np.int32)
+        arrays["sample_rows"] = _placed(ends - 1, shape.num_decodes + shape.num_prompts, 0, places)
+        arrays["query_starts"] = _placed(starts_of_prompts, shape.num_prompts + 1, starts_of_prompts[-1])
+    sampled = _placed(np.where(gives, order, -1), shape.num_decodes + shape.num_prompts, -1, places)
+    return HostStep(arrays, shape, shape.num_tokens if captured else int(counts.max(initial=1)), sampled)
 
 
-def padding_step(num_rows: int, tables: SlotTables) -> HostStep:
+def padding_step(shape: StepShape, tables: SlotTables) -> HostStep:
     """A step of padding alone, for capture."""
-    none = np.zeros(0, np.int64)
-    names = ("token_ids", "positions", "slot_mapping", "slots")
-    arrays = dict.fromkeys(names, none) | _sampling_arrays(tables, none, none) | {"seq_lens": none.astype(np.int32)}
-    return HostStep(_padded(arrays, num_rows, tables.padding), num_rows, 0, none)
+    return arrange(ScheduledBatch(), tables, 1, shape)
 
 
-def _sampling_arrays(tables: SlotTables, slots: np.ndarray, seq_lens: np.ndarray) -> dict[str, np.ndarray]:
-    parameters = {name: values[slots] for name, values in tables.parameters.items()}
-    return {"sample_slots": slots, "seeds": tables.seeds[slots], **parameters, "draws": seq_lens.astype(np.int32)}
+def _sequence_arrays(
+    tables: SlotTables, shape: StepShape, places: np.ndarray, slots: np.ndarray, seq_lens: np.ndarray, gives: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Where each sequence's table is, how long it is, and how its token is drawn; one without a token keeps none."""
+    count = shape.num_decodes + shape.num_prompts
+    slots = _placed(slots, count, tables.padding, places)
+    draws = _placed(seq_lens, count, 0, places)
+    return {
+        "slots": slots,
+        "sample_slots": np.where(_placed(gives, count, False, places), slots, tables.padding),
+        "seeds": tables.seeds[slots],
+        **{name: values[slots] for name, values in tables.parameters.items()},
+        "draws": draws,
+        "seq_lens": draws,
+    }
 
 
-_FILL = {"slot_mapping": -1, "top_p": 1.0}
-
-
-def _padded(arrays: dict[str, np.ndarray], num_rows: int, padding_slot: int) -> dict[str, np.ndarray]:
-    padded = {}
-    for name, values in arrays.items():
-        fill = padding_slot if name in ("slots", "sample_slots") else _FILL.get(name, 0)
-        out = np.full(num_rows, fill, dtype=values.dtype)
-        out[: len(values)] = values
-        padded[name] = out
-    return padded
+def _placed(values: np.ndarray, count: int, fill: int, places: np.ndarray | None = None) -> np.ndarray:
+    """`values` at `places` (the first ones) of `count`, the others filled."""
+    if len(values) == count:
+        return values
+    out = np.full(count, fill, dtype=values.dtype)
+    out[slice(len(values)) if places is None else places] = values
+    return out
 
 
 @dataclass(frozen=True)
@@ -158,7 +185,7 @@ class StepTensors:
     """`HostStep` on the device."""
 
     tensors: dict[str, torch.Tensor]
-    num_decodes: int
+    shape: StepShape
     max_query_len: int
 
     @property
@@ -176,12 +203,12 @@ class Staging:
     Two pinned buffers take turns, because the copy of a step may still wait when the next one is put together.
 
     Args:
-        max_tokens, max_num_seqs: of a step.
+        max_tokens, max_places: of a step, the latter for sequences.
         device: where to.
     """
 
-    def __init__(self, max_tokens: int, max_num_seqs: int, device: torch.device) -> None:
-        num_bytes = 3 * 8 * max_tokens + 80 * (max_num_seqs + 1) + 16 * 32
+    def __init__(self, max_tokens: int, max_places: int, device: torch.device) -> None:
+        num_bytes = 3 * 8 * max_tokens + 80 * (max_places + 1) + 16 * 32
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._views = [host.numpy() for host in self._hosts]
@@ -208,7 +235,7 @@ class Staging:
             name: self._device[start:stop].view(_TORCH_DTYPES[step.arrays[name].dtype.name])
             for name, (start, stop) in places.items()
         }
-        return StepTensors(tensors, step.num_decodes, step.max_query_len)
+        return StepTensors(tensors, step.shape, step.max_query_len)
 
 
 _TORCH_DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}

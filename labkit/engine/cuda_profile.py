@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from labkit.engine.cuda_inputs import HostStep, SlotTables
+from labkit.engine.cuda_inputs import HostStep, SlotTables, StepShape
 from labkit.memory.records import MemoryPlan
 
 # Prompts of these lengths launch every variant of the kernels that depends on the number of rows, so that none is
@@ -41,4 +41,4 @@ def prompt_step(plan: MemoryPlan, tables: SlotTables, num_tokens: int = 2**31) -
         "seq_lens": np.diff(starts).astype(np.int32),
         "query_starts": starts,
     }
-    return HostStep(arrays, 0, length, np.arange(num_rows))
+    return HostStep(arrays, StepShape(num_tokens, 0, num_seqs), length, np.arange(num_rows))

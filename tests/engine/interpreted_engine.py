@@ -12,6 +12,8 @@ import torch
 
 from labkit.engine import Engine, EngineRequest, SamplingParams
 from labkit.engine.cuda_executor import CudaExecutor
+from labkit.engine.cuda_graphs import next_larger
+from labkit.engine.cuda_inputs import StepShape
 from labkit.engine.simulation import bare_plan
 from labkit.models.loading import load_model_weights
 from labkit.specs.engine_config import EngineConfig
@@ -40,8 +42,35 @@ def make_plan(decoder, blocks=32, swap=0, **config):
     return bare_plan(decoder.spec, EngineConfig(**{**defaults, **config}), blocks, swap)
 
 
-def serve(decoder, plan, on_card: bool, **sampling):
+class PaddedSteps:
+    """Stands in for captured graphs: the padded step is computed, as a replay would, from the staging buffer."""
+
+    def __init__(self, executor, shapes):
+        self.shapes, self.replayed = shapes, []
+        memory = executor._allocated
+        send, compute = memory.staging.send, executor._compute
+        memory.staging.send = lambda step: self.sent(send(step))
+        self.run = lambda: compute(memory, self.tensors)
+
+    def sent(self, tensors):
+        self.tensors = tensors
+        return tensors
+
+    def shape_for(self, filled):
+        return next_larger(
+            [shape for shape in self.shapes if bool(shape.num_prompts) is bool(filled.num_prompts)], filled
+        )
+
+    def replay(self, shape):
+        assert self.tensors.shape == shape
+        self.replayed.append(shape)
+        return self.run()
+
+
+def serve(decoder, plan, on_card: bool, shapes=(), **sampling):
     engine = Engine(decoder, plan, executor=CudaExecutor(decoder, plan) if on_card else None)
+    if shapes:
+        engine.executor._allocated.graphs = PaddedSteps(engine.executor, shapes)
     for index, prompt in enumerate(PROMPTS):
         params = SamplingParams(**{"max_tokens": 5 + index, "ignore_eos": True, **sampling})
         engine.add_request(EngineRequest(index, prompt, params))
@@ -51,8 +80,17 @@ def serve(decoder, plan, on_card: bool, **sampling):
             outputs[output.request_id] = list(output.token_ids)
             preemptions += output.num_preemptions
         engine.check()
+    if shapes:
+        assert set(engine.executor._allocated.graphs.replayed) == set(shapes)
     engine.close()
     return [outputs[index] for index in range(len(PROMPTS))], preemptions
+
+
+def padded(decoder):
+    """Every step runs padded: decode in four places, prompts beside it in steps of 10 and 14 rows."""
+    plan = make_plan(decoder, max_num_seqs=4)
+    ours, _ = serve(decoder, plan, True, (StepShape(4, 4), StepShape(10, 4, 2), StepShape(14, 4, 3)))
+    return {"cuda": ours, "cpu": serve(decoder, plan, False)[0], "preemptions": 0}
 
 
 def both(decoder, plan, **sampling):
@@ -96,6 +134,7 @@ def main() -> None:
         "recompute": both(flat, make_plan(flat, blocks=6), max_tokens=10),
         "swap": both(flat, make_plan(flat, blocks=6, swap=16, preemption_mode="swap"), max_tokens=10),
     }
+    results["padded"] = padded(llama)
     results["other blocks"] = reconfigured(flat)
     drawn = [serve(flat, make_plan(flat, blocks=blocks), True, temperature=1.0, seed=4)[0] for blocks in (32, 6)]
     results["drawn"] = {"cuda": drawn[0], "cpu": drawn[1], "preemptions": 0}

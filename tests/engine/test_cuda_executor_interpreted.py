@@ -26,7 +26,7 @@ def results():
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen with a penalty", "windows and caps", "recompute", "swap", "other blocks"]
+    "name", ["llama", "qwen with a penalty", "windows and caps", "recompute", "swap", "padded", "other blocks"]
 )
 def test_greedy_tokens_are_those_of_the_cpu_executor(results, name):
     """Prefill in chunks beside decode, fused and plain layers, preempted requests."""

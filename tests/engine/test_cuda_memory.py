@@ -130,7 +130,31 @@ class TestPool:
     [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (30, [1, 2, 4, 8, 16, 24, 30])],
 )
 def test_capture_sizes_end_at_what_may_run(one_thread, max_num_seqs, expected):
-    from labkit.engine.cuda_graphs import capture_sizes
+    from labkit.engine.launch_rules import capture_sizes
 
     assert capture_sizes(max_num_seqs) == expected
     assert capture_sizes(10**6)[-1] == 512
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_tokens", "expected"),
+    [(1, 8, [(8, 1, 1)]), (4, 32, [(32, 4, 4)]), (40, 100, [(32, 32, 8), (64, 40, 8), (100, 40, 8)])],
+)
+def test_steps_with_prompts_have_places_for_what_may_run(one_thread, max_num_seqs, max_tokens, expected):
+    from labkit.engine.cuda_graphs import mixed_shapes
+    from labkit.engine.cuda_inputs import StepShape
+
+    assert mixed_shapes(max_num_seqs, max_tokens) == [StepShape(*shape) for shape in expected]
+    assert mixed_shapes(256, 10**6)[-1] == StepShape(1024, 256, 8)
+
+
+@pytest.mark.parametrize(
+    ("filled", "expected"),
+    [((1, 0, 1), 32), ((32, 5, 8), 32), ((33, 30, 2), 64), ((64, 0, 1), 64), ((33, 0, 9), None), ((65, 0, 1), None)],
+)
+def test_a_step_runs_in_the_next_larger_graph_with_room_for_its_prompts(one_thread, filled, expected):
+    from labkit.engine.cuda_graphs import next_larger
+    from labkit.engine.cuda_inputs import StepShape
+
+    shape = next_larger([StepShape(32, 32, 8), StepShape(64, 40, 8)], StepShape(*filled))
+    assert (shape and shape.num_tokens) == expected
