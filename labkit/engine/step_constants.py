@@ -89,12 +89,17 @@ def constants_table() -> dict[str, Any]:
     return json.loads(resources.files("labkit.engine").joinpath("step_constants.json").read_text(encoding="utf-8"))
 
 
-def load_constants(engine_version: str = "0.33.0", level: Level = "shipped", *, is_moe: bool = False) -> StepConstants:
-    """The constants of a vLLM version that come with labkit.
+def load_constants(
+    engine_version: str = "0.33.0", level: Level = "shipped", *, is_moe: bool = False, engine: str = "vllm"
+) -> StepConstants:
+    """The constants that come with labkit.
 
     Args:
-        level: "data sheet" (written down before any run was looked at) or "shipped" (fitted to public runs).
+        engine_version: of vLLM.
+        level: "data sheet" (written down before any run was looked at) or "shipped" (fitted to public runs, and for
+            labkit's own engine to runs on one card).
         is_moe: mixtures of experts are predicted worse, so that their interval is wider.
+        engine: "vllm" or "labkit".
 
     Raises:
         OutOfRangeError: the text is no version.
@@ -102,7 +107,7 @@ def load_constants(engine_version: str = "0.33.0", level: Level = "shipped", *, 
     table = constants_table()
     values = dict(table["data sheet"])
     if level != "data sheet":
-        values.update(table["shipped"][vllm_rules(engine_version).engine])
+        values.update(table["shipped"]["labkit" if engine == "labkit" else vllm_rules(engine_version).engine])
     low, high = values.pop("interval_moe" if is_moe else "interval_dense")
     values.pop("interval_dense" if is_moe else "interval_moe")
     return StepConstants(**values, interval_low=low, interval_high=high, level=level)

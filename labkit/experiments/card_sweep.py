@@ -40,7 +40,7 @@ SPACE: Mapping[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("auto", "fp8"), "max_num_batched_tokens": (2048, 8192, 512), "max_num_seqs": (64, 128, 32),
     "gpu_memory_utilization": (0.3, 0.028),
 }  # fmt: skip
-TRAFFIC: Mapping[str, Any] = {
+TRAFFIC: Mapping[str, Any] = {"num_requests": 120, "input_lengths": "uniform:64-512", "output_lengths": "uniform:32-160"}
     "num_requests": 160,
     "input_lengths": "uniform:64-512",
     "output_lengths": "uniform:32-192",

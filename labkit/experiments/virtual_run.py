@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from labkit.engine.engine import RequestOutput, StepResult
 from labkit.engine.launch_rules import labkit_rules, vllm_launch_rules
 from labkit.engine.sampling_params import EngineRequest, SamplingParams
-from labkit.engine.step_constants import StepConstants, load_constants
+from labkit.engine.step_constants import StepConstants
 from labkit.engine.step_cost import step_cost
 from labkit.engine.step_time import StepTimeModel
 from labkit.engine.virtual_gpu import Jump, VirtualEngine
 from labkit.errors import DoesNotFitError, OutOfRangeError, UnsupportedError
+from labkit.experiments.card_files import constants_for
 from labkit.measure.run_record import RequestRow, RunRecord, StepRow
 from labkit.memory import plan as memory_plan
 from labkit.memory.records import MemoryPlan
@@ -67,7 +68,8 @@ def simulate(
     Args:
         config: the knobs; None means all defaults of `engine`.
         engine: "vllm" for its rules of planning and scheduling, "labkit" for the lab's own.
-        constants: of the step-time model; those that come with labkit by default.
+        constants: of the step-time model; by default the best that is known of this model, card and engine here: from
+            runs, from a microbenchmark (`labkit calibrate`), or those that come with labkit.
         is_cancelled: asked now and then; what was served until then is kept.
         run_id, name, created: of the record.
 
@@ -86,7 +88,9 @@ def simulate(
         )
     config = config or EngineConfig()
     plan = memory_plan(model, gpu, config, engine=engine, engine_version=engine_version)
-    constants = constants or load_constants(engine_version, is_moe=model.moe is not None)
+    constants = constants or constants_for(
+        gpu, model.name, engine=engine, engine_version=engine_version, is_moe=model.moe is not None
+    )
     options = options or VirtualOptions(has_server=engine == "vllm")
     record = _new_record(plan, config, workload, constants, options, run_id, name, created)
     try:

@@ -1,0 +1,150 @@
+"""Constants of the step-time model from a microbenchmark of a card."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from labkit.engine.step_constants import StepConstants, constants_table
+from labkit.engine.step_time import smooth_max
+from labkit.errors import OutOfRangeError
+from labkit.experiments.microbench import Microbenchmark, Timing
+from labkit.specs.gpu_spec import GpuSpec
+
+# A layer launches so many small kernels between its products: two norms and the rotation with its cache write, and
+# the gated activation.
+_NORM_LIKE, _GATED = 3, 1
+# Rows from which small kernels are bound by the bandwidth, and prompts by compute.
+_MANY_ROWS, _LONG_PROMPT = 2048, 512
+_KV_BYTES = {"bfloat16": 2, "fp8": 1}
+
+
+def constants_of(found: Microbenchmark, gpu: GpuSpec, prior: StepConstants) -> StepConstants:
+    """`prior` with what the microbenchmark measured; what it lacks stays.
+
+    Args:
+        found: of the card `gpu`, whose data-sheet figures the shares refer to.
+        prior: constants of labkit's engine; host times and small kernels are its own.
+
+    Raises:
+        OutOfRangeError: nothing was measured, or the card has no data-sheet figures.
+    """
+    bandwidth, peak = gpu.mem_bandwidth_bytes_per_s, gpu.bf16_flops or gpu.fp16_flops
+    if not found.timings or not bandwidth or not peak:
+        raise OutOfRangeError("no constants can be made: nothing was measured", works="labkit calibrate on a card")
+    by_kind: dict[str, list[Timing]] = {}
+    for timing in found.timings:
+        by_kind.setdefault(timing.kind, []).append(timing)
+    changes: dict[str, object] = {"level": "microbenchmark"}
+    if "gemm" in by_kind:
+        changes |= _products(by_kind["gemm"], bandwidth, peak)
+    if "decode" in by_kind:
+        changes |= _decode_attention(by_kind["decode"], bandwidth)
+    if "prefill" in by_kind:
+        floor_s = float(changes.get("attention_floor_s", prior.attention_floor_s))  # type: ignore[arg-type]
+        changes |= _prefill_attention(by_kind["prefill"], peak, floor_s)
+    if "norm" in by_kind and "activation" in by_kind:
+        changes |= _small_kernels(by_kind["norm"], by_kind["activation"], bandwidth)
+    if "sample" in by_kind:
+        changes |= _sampling(by_kind["sample"], bandwidth)
+    if "swap" in by_kind:
+        rates = [float(timing.sizes["bytes"]) / timing.seconds for timing in by_kind["swap"]]
+        changes["host_link_bytes_per_s"] = float(np.mean(rates))
+    if "host" in by_kind:
+        changes |= _host(by_kind["host"], by_kind.get("launch", []))
+    low, high = constants_table()["intervals"]["microbenchmark"]
+    return prior.replace(**changes, interval_low=low, interval_high=high)
+
+
+def _column(timings: Sequence[Timing], name: str) -> np.ndarray:
+    return np.array([float(timing.sizes[name]) for timing in timings])
+
+
+def _seconds(timings: Sequence[Timing]) -> np.ndarray:
+    return np.array([timing.seconds for timing in timings])
+
+
+def _products(timings: Sequence[Timing], bandwidth: float, peak: float) -> dict[str, object]:
+    elements = _column(timings, "outputs") * _column(timings, "inputs")
+    rows, seconds = _column(timings, "rows"), _seconds(timings)
+    largest = elements == elements.max()
+    few, many = (largest & (rows == edge) for edge in (rows[largest].min(), rows[largest].max()))
+    return {
+        "products": tuple(zip(elements.tolist(), rows.tolist(), seconds.tolist(), strict=True)),
+        "bandwidth_efficiency": min(1.0, float((2 * elements / seconds / bandwidth)[few][0])),
+        "flops_efficiency": min(1.0, float((2 * elements * rows / seconds / peak)[many][0])),
+    }
+
+
+def _decode_attention(timings: Sequence[Timing], bandwidth: float) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for kv, name in (("bfloat16", "kv_efficiency"), ("fp8", "kv_efficiency_8bit")):
+        own = [timing for timing in timings if timing.sizes["kv"] == kv]
+        if not own:
+            continue
+        heads, size = _column(own, "kv_heads"), _column(own, "head_dim")
+        num_bytes = 2 * _KV_BYTES[kv] * _column(own, "requests") * _column(own, "context") * heads * size
+        floor_s, read_s = _floor_and_slope(num_bytes / bandwidth, _seconds(own))
+        found[name] = 1 / read_s
+        found.setdefault("attention_floor_s", floor_s)
+    return found
+
+
+def _prefill_attention(timings: Sequence[Timing], peak: float, floor_s: float) -> dict[str, object]:
+    long = [timing for timing in timings if float(timing.sizes["queries"]) >= _LONG_PROMPT]
+    if not long:
+        return {}
+    queries, contexts = _column(long, "queries"), _column(long, "context")
+    pairs = _column(long, "requests") * (queries * contexts - queries * (queries - 1) / 2)
+    flops = 4 * pairs * _column(long, "heads") * _column(long, "head_dim")
+    beyond = np.maximum(_seconds(long) - floor_s, 0.1 * _seconds(long))
+    return {"attention_efficiency": min(1.0, float(np.median(flops / beyond / peak)))}
+
+
+def _small_kernels(norms: Sequence[Timing], gates: Sequence[Timing], bandwidth: float) -> dict[str, object]:
+    both = [*norms, *gates]
+    large = [timing for timing in both if float(timing.sizes["rows"]) >= _MANY_ROWS]
+    shortest = [min(timing.seconds for timing in group) for group in (norms, gates)]
+    found: dict[str, object] = {"layer_s": _NORM_LIKE * shortest[0] + _GATED * shortest[1]}
+    if large:
+        found["elementwise_passes"] = float(np.median(_seconds(large) * bandwidth / _column(large, "bytes")))
+    return found
+
+
+def _sampling(timings: Sequence[Timing], bandwidth: float) -> dict[str, object]:
+    greedy = [timing for timing in timings if not timing.sizes["temperature"]] or list(timings)
+    logits_bytes = 4 * _column(greedy, "rows") * _column(greedy, "vocab_size")
+    floor_s, passes = _floor_and_slope(logits_bytes / bandwidth, _seconds(greedy))
+    return {"sampling_floor_s": floor_s, "sampling_passes": passes}
+
+
+def _host(steps: Sequence[Timing], launches: Sequence[Timing]) -> dict[str, object]:
+    """Host time by requests from the thinnest network; by layers, where steps are launched kernel by kernel."""
+    thinnest = min(float(timing.sizes["layers"]) for timing in steps)
+    own = [timing for timing in steps if float(timing.sizes["layers"]) == thinnest]
+    step_s, request_s = _line(_column(own, "requests"), _seconds(own))
+    found: dict[str, object] = {"step_s": step_s, "request_s": request_s}
+    if len({timing.sizes["layers"] for timing in launches}) > 1:
+        first_s, layer_s = _line(_column(launches, "layers"), _seconds(launches))
+        found |= {"eager_layer_s": layer_s, "eager_step_s": max(1e-6, first_s - step_s - request_s)}
+    return found
+
+
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Intercept and slope of y over x by relative least squares, both above zero."""
+    if len(x) < 2:
+        return float(y[0]), 1e-9
+    matrix = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
+    intercept, slope = np.linalg.lstsq(matrix, np.ones_like(y), rcond=None)[0]
+    return max(1e-6, float(intercept)), max(1e-9, float(slope))
+
+
+def _floor_and_slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """(floor, slope) for which smooth_max(floor, slope·x) is nearest to y, in logarithms; y in seconds."""
+    floors = y.min() * np.geomspace(0.5, 1.5, 60)
+    slopes = np.geomspace(0.3, 30.0, 400) * np.median((y / x)[x >= np.median(x)]) / 3
+    predicted = smooth_max(floors[:, None, None], slopes[None, :, None] * x[None, None, :])
+    loss = np.abs(np.log(predicted / y)).sum(axis=2)
+    best = np.unravel_index(int(np.argmin(loss)), loss.shape)
+    return float(floors[best[0]]), float(slopes[best[1]])
