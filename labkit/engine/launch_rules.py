@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass
 
 from labkit.memory.budget import capture_sizes as vllm_capture_sizes
@@ -19,18 +18,13 @@ class LaunchRules:
     Attributes:
         graph_sizes: captured numbers of tokens, smallest first; a step runs padded in the next larger one, and larger
             steps are launched kernel by kernel.
-        captures_prompts: steps that compute prompts replay graphs too.
+        prompt_sizes: the same for steps that compute prompts.
         overlaps: the host puts the next step together while the card computes, so that only the longer one counts.
     """
 
     graph_sizes: tuple[int, ...] = ()
-    captures_prompts: bool = True
+    prompt_sizes: tuple[int, ...] = ()
     overlaps: bool = False
-
-    def graph_size(self, num_tokens: int) -> int:
-        """The captured size that takes `num_tokens` tokens; 0 where none does."""
-        index = bisect.bisect_left(self.graph_sizes, num_tokens)
-        return self.graph_sizes[index] if index < len(self.graph_sizes) else 0
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -47,12 +41,15 @@ def mixed_capture_sizes(max_num_batched_tokens: int) -> list[int]:
 
 
 def labkit_rules(config: EngineConfig, *, is_moe: bool = False) -> LaunchRules:
-    """The lab's own engine: graphs of decode steps alone, and of dense models."""
-    is_eager = config.enforce_eager or is_moe
-    sizes = () if is_eager else tuple(capture_sizes(int(config.max_num_seqs or 1)))
-    return LaunchRules(sizes, captures_prompts=False, overlaps=True)
+    """The lab's own engine: graphs of decode steps, and of steps with few tokens of prompts."""
+    if config.enforce_eager or is_moe:
+        return LaunchRules(overlaps=True)
+    sizes = capture_sizes(int(config.max_num_seqs or 1))
+    prompt_sizes = mixed_capture_sizes(int(config.max_num_batched_tokens or 1))
+    return LaunchRules(tuple(sizes), tuple(prompt_sizes), overlaps=True)
 
 
 def vllm_launch_rules(config: EngineConfig) -> LaunchRules:
     """vLLM: pieces between attention calls are captured for steps of any kind."""
-    return LaunchRules(tuple(vllm_capture_sizes(config)))
+    sizes = tuple(vllm_capture_sizes(config))
+    return LaunchRules(sizes, sizes)

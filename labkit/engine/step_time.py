@@ -26,7 +26,8 @@ from labkit.engine.step_cost import MatrixCost, StepCost
 from labkit.specs.gpu_spec import GpuSpec
 
 _SHARPNESS = 5.0
-_VLLM_GRAPHS = LaunchRules((1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)))
+_VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+_VLLM_GRAPHS = LaunchRules(_VLLM_SIZES, _VLLM_SIZES)
 _WIDE_FORMATS = ("16bit", "32bit", "awq", "gptq", "int4", "gguf")
 Array = np.ndarray
 
@@ -121,7 +122,7 @@ class StepTimeModel:
     def device_parts(self, load: StepLoad) -> dict[str, Array]:
         """Part → seconds of the card, [steps] each."""
         c, cost = self.constants, self.cost
-        tokens = np.where(self._is_eager(load), load.num_tokens, self._padded(load.num_tokens))
+        tokens = np.where(self._is_eager(load), load.num_tokens, self._padded(load))
         share = np.ones_like(tokens)
         if cost.num_experts:
             share = 1 - (1 - cost.experts_per_tok / cost.num_experts) ** tokens
@@ -202,15 +203,16 @@ class StepTimeModel:
 
     def _is_eager(self, load: StepLoad) -> Array:
         """Which steps are launched kernel by kernel."""
-        tokens = np.asarray(load.num_tokens, dtype=float)
-        largest = self.launch.graph_sizes[-1] if self.launch.graph_sizes else 0
-        has_prompts = np.asarray(load.num_prompt_tokens) > 0
-        return (tokens > largest) | (has_prompts & (not self.launch.captures_prompts))
+        return self._padded(load) < np.asarray(load.num_tokens)
 
-    def _padded(self, num_tokens: Array) -> Array:
-        """Tokens after padding to the captured sizes; the largest for what is larger."""
-        sizes = np.array(self.launch.graph_sizes or (0,), dtype=float)
-        return sizes[np.minimum(np.searchsorted(sizes, np.asarray(num_tokens, dtype=float)), len(sizes) - 1)]
+    def _padded(self, load: StepLoad) -> Array:
+        """Tokens after padding to the captured sizes; the largest for what is larger, 0 where nothing is captured."""
+        has_prompts = np.asarray(load.num_prompt_tokens) > 0
+        return np.where(
+            has_prompts,
+            _next_size(self.launch.prompt_sizes, load.num_tokens),
+            _next_size(self.launch.graph_sizes, load.num_tokens),
+        )
 
     def _products(self, matrix: MatrixCost, tokens: Array, *, is_head: bool) -> Array:
         """Dense products: between measured ones where they are of the same format, else by the smooth roofline."""
@@ -277,6 +279,12 @@ class StepTimeModel:
             return np.zeros_like(tokens)
         moved = tokens * self.cost.hidden_bytes * 2 * (tp - 1) / tp
         return 2 * self.cost.num_layers * (c.all_reduce_s + moved / (link_bytes_per_s(self.gpu) * c.link_efficiency))
+
+
+def _next_size(sizes: tuple[int, ...], num_tokens: Array) -> Array:
+    """The next larger of `sizes`, or the largest; 0 without any."""
+    known = np.array(sizes or (0,), dtype=float)
+    return known[np.minimum(np.searchsorted(known, np.asarray(num_tokens, dtype=float)), len(known) - 1)]
 
 
 def smooth_max(first: Array | float, second: Array | float) -> Array:

@@ -20,7 +20,8 @@ from labkit.specs.engine_config import EngineConfig
 
 def model_of(name="meta-llama/Llama-3.1-8B-Instruct", gpu="H100 SXM", eager=False, **knobs):
     config = EngineConfig(**knobs)
-    launch = LaunchRules() if eager else LaunchRules(tuple(capture_sizes(512)))
+    sizes = () if eager else tuple(capture_sizes(512))
+    launch = LaunchRules(sizes, sizes)
     return StepTimeModel(step_cost(load_model(name), config), load_gpu(gpu), load_constants(), launch)
 
 
