@@ -74,6 +74,9 @@ class CpuExecutor:
         Block tables: 4 bytes · max_num_seqs · blocks of the longest sequence.
         Workspace: the gather scratch, `KVCache.scratch_bytes`.
         Activation: the peak of a step's temporaries, metered when `memory_parts` is first asked for under a plan.
+
+    Raises:
+        DoesNotFitError: the host has no room for the swap blocks.
     """
 
     def __init__(self, decoder: Decoder, plan: MemoryPlan) -> None:

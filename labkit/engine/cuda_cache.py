@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from labkit.engine.host_memory import swap_pool
 from labkit.errors import UnsupportedError
 from labkit.specs.model_spec import LayerSpec, ModelSpec
 
@@ -143,6 +144,9 @@ class CudaKVCache:
         form: from `cache_format`.
         num_blocks, num_swap_blocks: blocks on the device and in host memory.
         memory: bytes on the device, `form.pool_bytes(num_blocks)` or more; the host pool is pinned for a card.
+
+    Raises:
+        DoesNotFitError: the host has no room for the swap blocks.
     """
 
     def __init__(self, form: CacheFormat, num_blocks: int, num_swap_blocks: int, memory: torch.Tensor) -> None:
@@ -150,7 +154,7 @@ class CudaKVCache:
         self.num_blocks = num_blocks
         self._pool = form.carve(memory, num_blocks)
         pinned = memory.is_cuda and num_swap_blocks > 0
-        host = torch.empty(form.pool_bytes(num_swap_blocks), dtype=torch.uint8, pin_memory=pinned)
+        host = swap_pool(form.pool_bytes(num_swap_blocks), pinned=pinned)
         self._host = form.carve(host, num_swap_blocks)
         self._swappers = self._make_swappers() if num_swap_blocks else None
 

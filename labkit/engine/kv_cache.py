@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from labkit.engine.host_memory import check_swap_room
 from labkit.errors import UnsupportedError
 from labkit.specs.model_spec import LayerSpec, ModelSpec
 
@@ -56,6 +57,7 @@ class KVCache:
 
     Raises:
         UnsupportedError: a layer kind or KV type that this cache cannot hold.
+        DoesNotFitError: the host has no room for the swap blocks.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class KVCache:
         self._owner = [_owner(spec, index) for index in range(spec.num_layers)]
         shapes = {index: _shape(spec.layers[index]) for index in sorted(set(self._owner))}
         self._pool = {i: self._allocate(shape, num_blocks) for i, shape in shapes.items()}
+        check_swap_room(num_swap_blocks * self.pool_bytes // max(1, num_blocks))
         self._host = {i: self._allocate(shape, num_swap_blocks) for i, shape in shapes.items()}
         self._scratch = self._allocate_scratch(shapes, max_blocks_per_seq)
         # One view of each whole pool, from which a run is cut in a single call; only where no cast is needed.
