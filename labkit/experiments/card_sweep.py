@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from labkit.experiments.microbench import check_card, run_microbenchmark
+from labkit.experiments.microbench import Bench, check_card, run_microbenchmark
 from labkit.experiments.run import RunOptions, RunOutcome, WorkloadRun
 from labkit.measure.run_record import RequestRow, StepRow
 from labkit.measure.summary import inter_token_s, percentiles, time_to_first_token_s
@@ -40,11 +40,9 @@ SPACE: Mapping[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("auto", "fp8"), "max_num_batched_tokens": (2048, 8192, 512), "max_num_seqs": (64, 128, 32),
     "gpu_memory_utilization": (0.3, 0.028),
 }  # fmt: skip
-TRAFFIC: Mapping[str, Any] = {"num_requests": 120, "input_lengths": "uniform:64-512", "output_lengths": "uniform:32-160"}
-    "num_requests": 160,
-    "input_lengths": "uniform:64-512",
-    "output_lengths": "uniform:32-192",
-}
+TRAFFIC: Mapping[str, Any] = {
+    "num_requests": 120, "input_lengths": "uniform:64-512", "output_lengths": "uniform:32-160",
+}  # fmt: skip
 WARM_UP: Mapping[str, Any] = {"num_requests": 8, "input_lengths": 128, "output_lengths": 4, "seed": 999}
 _DIFFERENCES = ("start_us", "end_us", "num_tokens_stored")
 STEP_COLUMNS = (
@@ -118,7 +116,7 @@ class CardEngine:
     def __init__(self, model: str, device: str = "cuda") -> None:
         from labkit.models import load_model_weights
 
-        self.spec, self.gpu = load_model(model), card_here(device)
+        self.spec, self.gpu = load_model(model), Bench(device).gpu
         self._decoder = load_model_weights(self.spec, dtype="bfloat16", load_format="dummy", device=device)
         self._engine: Any = None
 
@@ -157,15 +155,6 @@ class CardEngine:
             self._engine.close()
         self._engine = self._decoder = None
         gc.collect()
-
-
-def card_here(device: str) -> Any:
-    """The card as the catalogue has it: plans of any machine are then the same."""
-    import torch
-
-    from labkit.specs import cpu_gpu, load_gpu
-
-    return load_gpu(torch.cuda.get_device_name()) if device == "cuda" else cpu_gpu(2.0)
 
 
 def run_metrics(outcome: RunOutcome) -> dict[str, Any]:

@@ -15,6 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 from labkit.errors import LabkitError, UnsupportedError
+from labkit.specs import cpu_gpu, load_gpu
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.gpu_spec import GpuSpec
 from labkit.text import plain
 
 VOCAB_SIZE = 151_936
@@ -59,7 +62,8 @@ class Timing:
     """One measurement.
 
     Attributes:
-        kind: "read", "matmul", "gemm", "decode", "prefill", "norm", "activation", "sample", "swap", "host" or "launch".
+        kind: "read", "matmul", "gemm", "decode", "prefill", "norm", "activation", "sample", "swap", "host", "prompt"
+            or "launch" (without graphs).
         sizes: what was measured: rows, elements, tokens, heads, KV type, layers and so on.
         seconds: median of one launch, or of one engine step.
     """
@@ -74,7 +78,7 @@ class Microbenchmark:
     """What `run_microbenchmark` found.
 
     Attributes:
-        card: name as CUDA has it. made: ISO 8601. seconds: how long it took.
+        card: its name in the catalogue. made: ISO 8601. seconds: how long it took.
         timings: the measurements. missing: kind → why it was not measured.
     """
 
@@ -126,9 +130,9 @@ class Bench:
             self.torch.cuda.synchronize()
 
     @property
-    def card(self) -> str:
-        """The name of the card."""
-        return str(self.torch.cuda.get_device_name()) if self.device == "cuda" else "cpu"
+    def gpu(self) -> GpuSpec:
+        """The card as the catalogue has it, so that plans are the same on every machine that has one."""
+        return load_gpu(self.torch.cuda.get_device_name()) if self.device == "cuda" else cpu_gpu(2.0)
 
 
 def run_microbenchmark(
@@ -164,7 +168,7 @@ def run_microbenchmark(
             left = list(SECTIONS)[list(SECTIONS).index(kind) + 1 :]
             missing.update(dict.fromkeys(left, f"{budget_s:g} s were over"))
             break
-    return Microbenchmark(bench.card, made, round(time.monotonic() - start, 1), tuple(timings), missing)
+    return Microbenchmark(bench.gpu.name, made, round(time.monotonic() - start, 1), tuple(timings), missing)
 
 
 def check_card() -> None:
@@ -308,35 +312,49 @@ def thin_model(num_layers: int) -> Any:
     )  # fmt: skip
 
 
-def host_timings(engine: Any, num_layers: int, batches: Sequence[int], num_steps: int) -> Iterator[Timing]:
-    """Start-to-start seconds of steps: decoding requests of each of `batches`, and one prompt of 64 tokens alone."""
-    from labkit.engine.sampling_params import EngineRequest, SamplingParams
+class HostSteps:
+    """Start-to-start seconds of an engine's steps, on a network that the card computes in no time.
 
-    def add(first: int, count: int, num_prompt: int, num_output: int) -> None:
-        for index in range(first, first + count):
-            prompt = tuple((index + 7 * place) % 997 + 1 for place in range(num_prompt))
-            engine.add_request(EngineRequest(index, prompt, SamplingParams(max_tokens=num_output, ignore_eos=True)))
+    Args:
+        engine: over `thin_model(num_layers)`.
+        num_steps: to take the median of.
+    """
 
-    def steps() -> list[Any]:
+    def __init__(self, engine: Any, num_layers: int, num_steps: int) -> None:
+        self._engine, self._num_layers, self._num_steps = engine, num_layers, num_steps
+        self._next_id = 0
+        self._add(4, 60, 4)
+        self._drain()
+
+    def decode(self, requests: int) -> Timing:
+        """Steps in which so many requests decode."""
+        self._add(requests, 4, self._num_steps + 8)
+        rows = [row for row in self._drain() if row.num_decode_tokens == requests and not row.num_prefill_tokens]
+        return Timing("host", {"requests": requests, "layers": self._num_layers}, _cycle_s(rows[4:]))
+
+    def prompts(self, kind: str, tokens: int = 64) -> Timing:
+        """Steps that compute one prompt each: the next one comes when the last was taken."""
         found = []
-        while engine.has_unfinished:
-            found.append(engine.step())
-        return found
+        for _ in range(self._num_steps):
+            self._add(1, tokens, 1)
+            found.append(self._engine.step())
+        rows = [row for row in [*found, *self._drain()] if row.num_prefill_tokens == tokens]
+        return Timing(kind, {"layers": self._num_layers, "tokens": tokens}, _cycle_s(rows[8:]))
 
-    add(10**6, 4, 60, 4)
-    steps()
-    for batch in batches:
-        add(batch * 1000, batch, 4, num_steps + 8)
-        rows = [row for row in steps() if row.num_decode_tokens == batch and not row.num_prefill_tokens]
-        yield Timing("host", {"requests": batch, "layers": num_layers}, _cycle_s(rows[4:]))
-    found = []
-    # One prompt a step: the next one comes when the last was taken.
-    for index in range(num_steps):
-        add(10**7 + index, 1, 64, 1)
-        found.append(engine.step())
-    found += steps()
-    rows = [row for row in found if row.num_prefill_tokens == 64]
-    yield Timing("launch", {"layers": num_layers, "tokens": 64}, _cycle_s(rows[8:]))
+    def _add(self, count: int, num_prompt: int, num_output: int) -> None:
+        from labkit.engine.sampling_params import EngineRequest, SamplingParams
+
+        sampling = SamplingParams(max_tokens=num_output, ignore_eos=True)
+        for _ in range(count):
+            self._next_id += 1
+            prompt = tuple((self._next_id + 7 * place) % 997 + 1 for place in range(num_prompt))
+            self._engine.add_request(EngineRequest(self._next_id, prompt, sampling))
+
+    def _drain(self) -> list[Any]:
+        found = []
+        while self._engine.has_unfinished:
+            found.append(self._engine.step())
+        return found
 
 
 def _cycle_s(rows: Sequence[Any]) -> float:
@@ -350,8 +368,6 @@ def _host(bench: Bench) -> Iterator[Timing]:
     from labkit.engine.engine import Engine
     from labkit.memory import plan
     from labkit.models import load_model_weights
-    from labkit.specs import load_gpu
-    from labkit.specs.engine_config import EngineConfig
 
     shapes = bench.shapes
     for num_layers in shapes.thin_layers:
@@ -361,9 +377,14 @@ def _host(bench: Bench) -> Iterator[Timing]:
             max_model_len=2048, max_num_seqs=max(shapes.host_batches), max_num_batched_tokens=2048,
             enable_prefix_caching=False, num_gpu_blocks_override=2048,
         )  # fmt: skip
-        engine = Engine(decoder, plan(spec, load_gpu("auto" if bench.device == "cuda" else "cpu"), config))
+        engine = Engine(decoder, plan(spec, bench.gpu, config))
         try:
-            yield from host_timings(engine, num_layers, shapes.host_batches, shapes.host_steps)
+            steps = HostSteps(engine, num_layers, shapes.host_steps)
+            for requests in shapes.host_batches:
+                yield steps.decode(requests)
+            yield steps.prompts("prompt")
+            engine.reconfigure(plan(spec, bench.gpu, config.replace(enforce_eager=True)))
+            yield HostSteps(engine, num_layers, shapes.host_steps).prompts("launch")
         finally:
             engine.close()
 
