@@ -6,6 +6,8 @@ from 100 to 1024 tokens, temperature 0.6, no end token. Only tokens that were as
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import random
 import subprocess
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.errors import UnsupportedError
+from labkit.files import write_atomic
 from labkit.format import memory
 from labkit.results import at_least, at_most, write_results
 
@@ -28,8 +31,13 @@ BASELINE = (
 )
 RECONFIGURATIONS = 200
 # Chunks of 128 tokens beside 32 requests: a chunk reads up to 32k tokens of KV in every layer, whatever its length.
-MIXED_STEP_TOKENS = 160
+MIXED_STEP_TOKENS, MIXED_REQUESTS, LONG_PROMPT = 160, 32, 32768
+STEP_COLUMNS = (
+    "start_s", "duration_s", "num_prefill_tokens", "num_decode_tokens", "num_running", "num_tokens_stored",
+    "num_preemptions", "num_swapped_blocks",
+)  # fmt: skip
 Job = tuple[int, int]
+StepRows = list[tuple[float, ...]]
 
 
 def nano_jobs(seed: int = 0) -> list[Job]:
@@ -48,8 +56,10 @@ class Bench:
         from labkit.specs import load_gpu, load_model
 
         self.torch, self.say = torch, on_progress
+        self.steps: dict[str, StepRows] = {}
         self.spec, self.gpu = load_model(model), load_gpu("H200")
         self.decoder = load_model_weights(self.spec, dtype="bfloat16", load_format="dummy", device="cuda")
+        gc.freeze()
 
     def plan(self, **knobs: Any) -> Any:
         """The plan of `knobs` over the baseline's."""
@@ -65,15 +75,24 @@ class Bench:
 
         return Engine(self.decoder, self.plan(**knobs), overlap=overlap)
 
-    def add(self, engine: Any, jobs: list[Job], *, first_id: int = 0, temperature: float = 0.6) -> None:
-        """Queue `jobs` with random prompts."""
+    def requests(self, jobs: list[Job], *, first_id: int = 0, temperature: float = 0.6) -> list[Any]:
+        """`jobs` with random prompts."""
         from labkit.engine.sampling_params import EngineRequest, SamplingParams
 
         rng = random.Random(1)
-        for index, (num_prompt, num_output) in enumerate(jobs):
-            prompt = tuple(rng.randrange(self.spec.vocab_size) for _ in range(num_prompt))
-            sampling = SamplingParams(max_tokens=num_output, ignore_eos=True, temperature=temperature)
-            engine.add_request(EngineRequest(first_id + index, prompt, sampling))
+        return [
+            EngineRequest(
+                first_id + index,
+                tuple(rng.randrange(self.spec.vocab_size) for _ in range(num_prompt)),
+                SamplingParams(max_tokens=num_output, ignore_eos=True, temperature=temperature),
+            )
+            for index, (num_prompt, num_output) in enumerate(jobs)
+        ]
+
+    def add(self, engine: Any, jobs: list[Job], **options: Any) -> None:
+        """Queue `requests`."""
+        for request in self.requests(jobs, **options):
+            engine.add_request(request)
 
     def throughput(self, name: str, jobs: list[Job], *, rounds: int = 1, overlap: bool = True, **knobs: Any) -> dict:
         """Output tokens per second from the first step to the last token, best round; the first one warms up."""
@@ -82,28 +101,31 @@ class Bench:
         _drain(engine)
         best: dict[str, Any] = {}
         for _ in range(rounds):
-            self.add(engine, jobs)
-            times: list[tuple[Any, Any]] = []
-            engine.executor.times = times
-            self.torch.cuda.synchronize()
-            start = time.perf_counter()
-            steps = _drain(engine)
-            self.torch.cuda.synchronize()
-            wall_s = time.perf_counter() - start
-            engine.executor.times = None
-            busy_s = sum(begin.elapsed_time(end) for begin, end in times) / 1000
-            decode_s = [step.duration_s for step in steps if step.num_prefill_tokens == 0 and step.num_decode_tokens]
-            row = {
-                "name": name, "output_tokens_per_s": sum(count for _, count in jobs) / wall_s, "wall_s": wall_s,
-                "num_steps": len(steps), "gpu_busy_share": busy_s / wall_s,
-                "median_decode_step_ms": 1000 * _median(decode_s),
-                "num_preemptions": sum(step.num_preemptions for step in steps),
-                "num_gpu_blocks": engine.plan.num_gpu_blocks, "overlap": overlap, "knobs": knobs,
-            }  # fmt: skip
+            row = {"name": name, **self._round(engine, jobs), "overlap": overlap, "knobs": knobs}
             best = max(best or row, row, key=lambda entry: entry["output_tokens_per_s"])
         engine.close()
+        self.steps[name] = best.pop("steps")
         self.say(f"{name}: {best['output_tokens_per_s']:.0f} tokens/s, GPU busy {best['gpu_busy_share']:.3f}")
         return best
+
+    def _round(self, engine: Any, jobs: list[Job]) -> dict[str, Any]:
+        self.add(engine, jobs)
+        times: list[tuple[Any, Any]] = []
+        engine.executor.times = times
+        self.torch.cuda.synchronize()
+        start = time.perf_counter()
+        steps = _drain(engine)
+        self.torch.cuda.synchronize()
+        wall_s = time.perf_counter() - start
+        engine.executor.times = None
+        decode_s = [step[1] for step in steps if not step[2] and step[3]]
+        return {
+            "output_tokens_per_s": sum(count for _, count in jobs) / wall_s, "wall_s": wall_s,
+            "num_steps": len(steps), "prompt_steps_s": sum(step[1] for step in steps if step[2]),
+            "gpu_busy_share": sum(begin.elapsed_time(end) for begin, end in times) / 1000 / wall_s,
+            "median_decode_step_ms": 1000 * _median(decode_s), "num_preemptions": sum(int(step[6]) for step in steps),
+            "num_gpu_blocks": engine.plan.num_gpu_blocks, "steps": steps,
+        }  # fmt: skip
 
     def first_token_after_change(self, *, enforce_eager: bool) -> dict:
         """Seconds from a changed block size to the first token; the median of changes there and back."""
@@ -124,14 +146,14 @@ class Bench:
     def lost_bytes(self, count: int = RECONFIGURATIONS) -> dict:
         """Bytes that torch has allocated or reserved more after `count` random changes than after the first."""
         rng = random.Random(5)
-        engine = self.engine(enforce_eager=True, gpu_memory_utilization=0.3)
-        home = self.plan(enforce_eager=True, gpu_memory_utilization=0.3)
+        engine = self.engine(enforce_eager=True, gpu_memory_utilization=0.1)
+        home = self.plan(enforce_eager=True, gpu_memory_utilization=0.1)
         seen = []
         for number in range(count + 1):
             knobs = {
                 "block_size": rng.choice([16, 32]), "kv_cache_dtype": rng.choice(["auto", "fp8"]),
                 "max_num_seqs": rng.choice([64, 256]), "enforce_eager": number % 20 != 0,
-                "gpu_memory_utilization": rng.choice([0.2, 0.3, 0.4]),
+                "gpu_memory_utilization": rng.choice([0.06, 0.1, 0.2]),
             }  # fmt: skip
             engine.reconfigure(self.plan(**knobs))
             if number in (20, count):
@@ -143,35 +165,43 @@ class Bench:
         lost = max(after - before for before, after in zip(*seen, strict=True))
         return {"name": f"{count} reconfigurations", "lost_bytes": lost}
 
-    def mixed_load(self) -> dict:
+    def mixed_load(self, *, enforce_eager: bool = False) -> dict:
         """p99 of the time between tokens of 32 requests, undisturbed and while a 32k prompt is prefilled in chunks."""
-        knobs: dict[str, Any] = {"max_model_len": 36000, "max_num_batched_tokens": MIXED_STEP_TOKENS}
+        knobs: dict[str, Any] = {
+            "max_model_len": LONG_PROMPT + 1024, "max_num_batched_tokens": MIXED_STEP_TOKENS,
+            "max_num_seqs": MIXED_REQUESTS + 1, "enforce_eager": enforce_eager,
+        }  # fmt: skip
         engine = self.engine(**knobs)
-        self.add(engine, [(512, 600)] * 32)
+        self.add(engine, [(512, 700)] * MIXED_REQUESTS)
+        long_prompt = self.requests([(LONG_PROMPT, 1)], first_id=10**6)
         quiet: list[float] = []
         busy: list[float] = []
-        while engine.has_unfinished and not (busy and len(quiet) > 200):
-            result = engine.step()
-            if result.num_decode_tokens < 32:
-                continue
-            if result.num_prefill_tokens:
-                busy.append(result.duration_s)
-            else:
-                quiet.append(result.duration_s)
-                if len(quiet) == 200:
-                    self.add(engine, [(32768, 1)], first_id=10**6)
+        computed, last_s = engine.step(), time.perf_counter()
+        while engine.has_unfinished and not (busy and len(quiet) > 220):
+            # Tokens come with the step after theirs.
+            result, now_s = engine.step(), time.perf_counter()
+            if computed.num_decode_tokens == MIXED_REQUESTS:
+                (busy if computed.num_prefill_tokens else quiet).append(now_s - last_s)
+            computed, last_s = result, now_s
+            if len(quiet) == 200 and long_prompt:
+                engine.add_request(long_prompt.pop())
         engine.close()
         quiet_ms, busy_ms = 1000 * _p99(quiet[:200]), 1000 * _p99(busy)
+        name = f"mixed load{', eager' if enforce_eager else ''}"
+        self.say(f"{name}: p99 {quiet_ms:.2f} ms undisturbed, {busy_ms:.2f} ms beside the prompt")
         return {
-            "name": "mixed load", "quiet_p99_ms": quiet_ms, "busy_p99_ms": busy_ms, "ratio": busy_ms / quiet_ms,
-            "num_quiet": len(quiet), "num_busy": len(busy), "knobs": knobs,
+            "name": name, "quiet_p99_ms": quiet_ms, "busy_p99_ms": busy_ms, "ratio": busy_ms / quiet_ms,
+            "quiet_median_ms": 1000 * _median(quiet), "busy_median_ms": 1000 * _median(busy),
+            "num_quiet": len(quiet), "num_busy": len(busy), "prompt_s": sum(busy), "knobs": knobs,
         }  # fmt: skip
 
 
-def _drain(engine: Any) -> list[Any]:
+def _drain(engine: Any) -> StepRows:
+    """Run to the end; what is kept of a step is `STEP_COLUMNS`, for tokens that nobody takes would only be garbage."""
     steps = []
     while engine.has_unfinished:
-        steps.append(engine.step())
+        step = engine.step()
+        steps.append(tuple(getattr(step, name) for name in STEP_COLUMNS))
     return steps
 
 
@@ -205,8 +235,12 @@ def cold_start() -> dict[str, Any]:
     return {"name": "cold start", "seconds": seconds[0] if seconds else None, "error": done.stderr[-500:]}
 
 
-def run_bench(on_progress: Callable[[str], None], on_rows: Callable[[dict[str, dict]], object]) -> None:
-    """All measurements; `on_rows` gets them after each. One that fails is a row with its error, and a miss."""
+def run_bench(on_progress: Callable[[str], None], on_rows: Callable[[dict[str, dict]], object]) -> dict[str, StepRows]:
+    """All measurements; `on_rows` gets them after each. One that fails is a row with its error, and a miss.
+
+    Returns:
+        Row name → its steps, `STEP_COLUMNS` each.
+    """
     rows: dict[str, dict] = {}
 
     def measure(key: str, call: Callable[[], dict]) -> None:
@@ -222,18 +256,19 @@ def run_bench(on_progress: Callable[[str], None], on_rows: Callable[[dict[str, d
 
     bench = Bench(NANO_MODEL, on_progress)
     measure("nano", lambda: bench.throughput("nano", nano_jobs(), rounds=2))
+    measure("nano_fp8", lambda: bench.throughput("nano, fp8 KV", nano_jobs(), rounds=2, kv_cache_dtype="fp8"))
+    measure("mixed", bench.mixed_load)
     measure("graphs", lambda: bench.first_token_after_change(enforce_eager=False))
     measure("eager", lambda: bench.first_token_after_change(enforce_eager=True))
-    measure("nano_fp8", lambda: bench.throughput("nano, fp8 KV", nano_jobs(), rounds=2, kv_cache_dtype="fp8"))
-    measure("nano_no_overlap", lambda: bench.throughput("nano, no overlap", nano_jobs(), rounds=2, overlap=False))
-    measure("mixed", bench.mixed_load)
-    measure("lost", bench.lost_bytes)
     measure("cold", cold_start)
-    del bench.decoder
-    bench.torch.cuda.empty_cache()
     large = Bench(LARGE_MODEL, on_progress)
     measure("large", lambda: large.throughput("256 × 512→256", [(512, 256)] * 256, rounds=2))
     measure("alone", lambda: large.throughput("1 × 512→256", [(512, 256)], rounds=2))
+    del large.decoder
+    measure("lost", bench.lost_bytes)
+    measure("nano_no_overlap", lambda: bench.throughput("nano, no overlap", nano_jobs(), overlap=False))
+    measure("mixed_eager", lambda: bench.mixed_load(enforce_eager=True))
+    return {**bench.steps, **large.steps}
 
 
 def summarize(rows: dict[str, dict]) -> dict[str, dict]:
@@ -262,8 +297,13 @@ def summarize(rows: dict[str, dict]) -> dict[str, dict]:
     }
 
 
-def bench_engine_gpu(path: str | Path, *, on_progress: Callable[[str], None] = print) -> dict[str, Any]:
+def bench_engine_gpu(
+    path: str | Path, steps_path: str | Path | None = None, *, on_progress: Callable[[str], None] = print
+) -> dict[str, Any]:
     """Measure and write the results file.
+
+    Args:
+        steps_path: where to write every step of the throughput rows, as JSON; None writes none.
 
     Raises:
         UnsupportedError: there is no card.
@@ -281,9 +321,11 @@ def bench_engine_gpu(path: str | Path, *, on_progress: Callable[[str], None] = p
     def write(rows: dict[str, dict]) -> None:
         content.update(write_results(path, rows=list(rows.values()), summary=summarize(rows), **facts))  # type: ignore[arg-type]
 
-    run_bench(on_progress, write)
+    steps = run_bench(on_progress, write)
+    if steps_path is not None:
+        write_atomic(steps_path, json.dumps({"columns": STEP_COLUMNS, "steps": steps}))
     return content
 
 
 if __name__ == "__main__":
-    bench_engine_gpu(Path(sys.argv[1] if len(sys.argv) > 1 else "results/engine-gpu.json"))
+    bench_engine_gpu(*(sys.argv[1:] or ["results/engine-gpu.json"]))
