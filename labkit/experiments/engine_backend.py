@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from labkit.errors import UnsupportedError
 from labkit.experiments.backend import Emit, IsCancelled
-from labkit.experiments.run import RunOptions, WorkloadRun
+from labkit.experiments.run import PromptOf, RunOptions, RunOutcome, WorkloadRun
 from labkit.experiments.serialise import from_plain, rows_to_plain, to_plain
-from labkit.measure.nvml import EnergyMeter
+from labkit.measure.run_watch import RunWatch
+from labkit.measure.step_counters import CountedSteps, count_decode_steps
 from labkit.memory.records import MemoryPlan
 from labkit.specs.model_spec import ModelSpec
 from labkit.specs.workload import Workload
@@ -83,17 +85,18 @@ class EngineBackend:
             raise UnsupportedError("no engine is configured", works="configure first")
         workload = from_plain(Workload, arguments["workload"])
         options = from_plain(RunOptions, arguments["options"])
-        vocab_size = self._engine.plan.model.vocab_size
-        energy = EnergyMeter(self._engine.plan.gpu.uuid)
-        outcome = WorkloadRun(
-            self._engine,
-            workload,
-            lambda index: prompt_token_ids(workload, index, vocab_size=vocab_size),
-            options,
-            emit,
-            is_cancelled,
-        ).serve()
-        energy_j = energy.stop()
+        plan = self._engine.plan
+
+        def prompt_of(index: int) -> list[int]:
+            return prompt_token_ids(workload, index, vocab_size=plan.model.vocab_size)
+
+        with RunWatch(plan.gpu.uuid, plan.block_bytes) as watch:
+            outcome = WorkloadRun(
+                self._engine, workload, prompt_of, options, emit, is_cancelled, watch=watch.look
+            ).serve()  # fmt: skip
+        is_finished = outcome.status == "finished"
+        parts = self._memory_parts(emit) if is_finished else {}
+        counted = self._counted(outcome, options, prompt_of, emit, is_cancelled) if is_finished else CountedSteps()
         return {
             "status": outcome.status,
             "duration_s": outcome.duration_s,
@@ -101,10 +104,28 @@ class EngineBackend:
             "steps": rows_to_plain(outcome.steps),
             "fullest_step": to_plain(outcome.fullest_step),
             "block_map": to_plain(outcome.block_map),
-            "memory_parts": self._memory_parts(emit) if outcome.status == "finished" else {},
-            "energy_j": energy_j,
+            "memory_parts": parts,
+            "energy_j": None if watch.nvml is None else watch.nvml.energy_j,
+            "counters": to_plain(counted.attention),
+            "step_counters": to_plain(counted.step),
+            "counter_notes": to_plain(counted.notes),
+            "memory_timeline": to_plain(watch.samples),
+            "nvml": to_plain(watch.nvml),
             "versions": versions(self._num_threads),
         }
+
+    def _counted(
+        self, outcome: RunOutcome, options: RunOptions, prompt_of: PromptOf, emit: Emit, is_cancelled: IsCancelled
+    ) -> CountedSteps:
+        """Counters of steps like those of the fullest moment, as many as were asked for."""
+        if not options.counted_steps:
+            return CountedSteps()
+        start = time.monotonic()
+        emit(_progress("count steps", 0, start))
+        contexts = [_context(prompt_of(index), length) for index, length in outcome.fullest_requests]
+        counted = count_decode_steps(self._engine, contexts, options.counted_steps, is_cancelled)
+        emit(_progress("count steps", 1, start))
+        return counted
 
     def _memory_parts(self, emit: Emit) -> dict[str, int]:
         # Metering the activation peak computes one full step, which nobody waits for after Cancel.
@@ -135,6 +156,11 @@ def _prepare(device: str) -> None:
     if not torch.cuda.is_available():
         raise UnsupportedError("torch does not find the card in the worker", works="gpu='cpu', or labkit doctor")
     torch.cuda.empty_cache()
+
+
+def _context(prompt: Sequence[int], length: int) -> list[int]:
+    """`length` tokens that begin as the request did; which ones it had got by then does not matter."""
+    return (list(prompt) * (1 + length // max(1, len(prompt))))[:length]
 
 
 def _threads_of_environment() -> int:

@@ -330,8 +330,8 @@ class _RunLog:
 
 
 def _with_measurements(record: RunRecord, answer: RunAnswer, l2_card: GpuSpec | None) -> RunRecord:
-    counters = None
-    if l2_card is not None:
+    counters = answer.counters
+    if counters is None and l2_card is not None:
         with contextlib.suppress(LabkitError):
             counters = simulate_run(record, l2_card)
     parts, fullest = answer.memory_parts, answer.fullest_step
@@ -340,6 +340,10 @@ def _with_measurements(record: RunRecord, answer: RunAnswer, l2_card: GpuSpec | 
         measured=measured_breakdown(parts, record.plan, fullest) if parts else None,
         block_map=answer.block_map,
         counters=counters,
+        step_counters=answer.step_counters,
+        counter_notes=answer.counter_notes,
+        memory_timeline=answer.memory_timeline,
+        nvml=answer.nvml,
         energy_j=answer.energy_j,
         versions=answer.versions,
     )

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from labkit.experiments.run import RunOptions
 from labkit.experiments.serialise import from_plain, rows_from_plain, to_plain
 from labkit.experiments.worker import OnEvent, Worker
-from labkit.measure.run_record import RequestRow, StepRow
+from labkit.measure.nvml_sampler import NvmlSummary
+from labkit.measure.run_record import Counters, MemorySample, RequestRow, StepRow
 from labkit.memory.records import MemoryPlan
 from labkit.specs.workload import Workload
 
@@ -40,6 +41,11 @@ class RunAnswer:
     energy_j: float | None = None
 
 
+    counters: Counters | None = None
+    step_counters: Counters | None = None
+    counter_notes: tuple[str, ...] = ()
+    memory_timeline: tuple[MemorySample, ...] = ()
+    nvml: NvmlSummary | None = None
 class OnRows(Protocol):
     """Takes the rows of a run while it goes on."""
 
@@ -138,3 +144,8 @@ def _answer(answer: dict[str, Any]) -> RunAnswer:
         versions=from_plain(dict[str, str], answer.get("versions", {}), "versions"),
         energy_j=from_plain(float | None, answer.get("energy_j"), "energy_j"),
     )
+        counters=from_plain(Counters | None, answer.get("counters"), "counters"),
+        step_counters=from_plain(Counters | None, answer.get("step_counters"), "step_counters"),
+        counter_notes=from_plain(tuple[str, ...], answer.get("counter_notes", []), "counter_notes"),
+        memory_timeline=from_plain(tuple[MemorySample, ...], answer.get("memory_timeline", []), "memory_timeline"),
+        nvml=from_plain(NvmlSummary | None, answer.get("nvml"), "nvml"),

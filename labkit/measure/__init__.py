@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from labkit.measure.l2_step import simulate_run, simulate_step
     from labkit.measure.memory_snapshot import measured_breakdown
     from labkit.measure.metrics import KvUse, goodput, kv_use
-    from labkit.measure.nvml import EnergyMeter
     from labkit.measure.nvml_sampler import NvmlSampler
     from labkit.measure.recorder import RunRecorder
-    from labkit.measure.run_record import Counters, RequestRow, RunRecord, StepRow
+    from labkit.measure.run_record import Counters, MemorySample, RequestRow, RunRecord, StepRow
     from labkit.measure.summary import RunSummary, summarize
 
 _PLACES = MappingProxyType(
@@ -26,8 +25,8 @@ _PLACES = MappingProxyType(
         "AttentionShape": "attention_shape",
         "BatchShape": "attention_shape",
         "Counters": "run_record",
-        "EnergyMeter": "nvml",
         "KvUse": "metrics",
+        "MemorySample": "run_record",
         "NvmlSampler": "nvml_sampler",
         "RequestRow": "run_record",
         "RunRecord": "run_record",
@@ -48,8 +47,8 @@ __all__ = [
     "AttentionShape",
     "BatchShape",
     "Counters",
-    "EnergyMeter",
     "KvUse",
+    "MemorySample",
     "NvmlSampler",
     "RequestRow",
     "RunRecord",

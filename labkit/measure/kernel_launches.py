@@ -150,6 +150,11 @@ def graph_time_s(call: Callable[[], object], flush: Callable[[], object], repeat
     return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
 
 
+def cold_l2() -> Callable[[], object]:
+    """A call that fills the L2 with what nobody reads again."""
+    return torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda").zero_
+
+
 class CardCounter:
     """Counts launches on the card that is here, with a cold L2; usable as `count` of `run_lab`.
 
@@ -161,7 +166,7 @@ class CardCounter:
         self._repeats = repeats
         if not torch.cuda.is_available():
             raise UnsupportedError("no NVIDIA card here has anything to count", works="the simulation")
-        self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+        self._flush = cold_l2()
 
     def count(self, shape: AttentionShape, gpu: GpuSpec, variant: str) -> Counted:
         """Counters of one launch after one that warms up; simulated where the card does not let count."""
@@ -172,11 +177,11 @@ class CardCounter:
             card=gpu.name, device_index=torch.cuda.current_device(),
             simulated=lambda: simulate_attention(shape, gpu, variant).counters,
         )  # fmt: skip
-        result = scope.count(call, before=self._flush.zero_, repeats=self._repeats)
+        result = scope.count(call, before=self._flush, repeats=self._repeats)
         if result.counters is None or not result.counters.method.startswith("measured"):
             return result
         # The range's own time has the launch from Python in it.
-        time_s = graph_time_s(call, self._flush.zero_)
+        time_s = graph_time_s(call, self._flush)
         timed = replace(
             result.counters, kernel_time_s=time_s, dram_bytes_per_s=result.counters.dram_bytes / time_s
         )  # fmt: skip

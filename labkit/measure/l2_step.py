@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 from labkit.errors import UnsupportedError
@@ -75,7 +76,10 @@ def simulate_run(record: RunRecord, gpu: GpuSpec) -> Counters | None:
         UnsupportedError, OutOfRangeError: as `simulate_step`.
     """
     batch = fullest_decode(record)
-    return None if batch is None else simulate_step(record.model, gpu, record.plan.config, batch)
+    if batch is None:
+        return None
+    scope = f"attention of a decode step of {len(batch.query_lens)} requests"
+    return dataclasses.replace(simulate_step(record.model, gpu, record.plan.config, batch), scope=scope)
 
 
 def fullest_decode(record: RunRecord) -> BatchShape | None:

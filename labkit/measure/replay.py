@@ -24,21 +24,21 @@ def replay_of(shape: AttentionShape, variant: str = "full") -> Replay:
 def read_job(text: str) -> tuple[AttentionShape, str]:
     """Shape and variant of a job that `replay_of` wrote."""
     job = json.loads(text)
-    batch = BatchShape(**{name: tuple(value) if isinstance(value, list) else value
-                          for name, value in job["shape"].pop("batch").items()})  # fmt: skip
-    return AttentionShape(batch, **job["shape"]), job["variant"]
+    batch = job["shape"].pop("batch")
+    lens = BatchShape(tuple(batch["context_lens"]), tuple(batch["query_lens"]), batch["shared_prefix_tokens"])
+    return AttentionShape(lens, **job["shape"]), job["variant"]
 
 
 def launch(shape: AttentionShape, variant: str) -> None:
     """Launch `NUM_LAUNCHES` times, each with a cold L2."""
     import torch
 
-    from labkit.measure.kernel_launches import FLUSH_BYTES, make_inputs, prepare_launch
+    from labkit.measure.kernel_launches import cold_l2, make_inputs, prepare_launch
 
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    flush = cold_l2()
     call = prepare_launch(shape, variant, make_inputs(shape))
     for _ in range(NUM_LAUNCHES):
-        flush.zero_()
+        flush()
         call()
     torch.cuda.synchronize()
 

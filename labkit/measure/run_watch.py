@@ -13,18 +13,22 @@ MAX_SAMPLES = 600
 
 
 class RunWatch:
-    """Between `start` and `stop`, NVML is looked at by a thread and memory at each call of `look`.
+    """In its `with` block NVML is looked at by a thread, and memory at each call of `look`.
 
     Args:
         uuid: NVML's identity of the card; None for a run on the CPU.
         block_bytes: of one KV block.
         sampler, allocator: for tests.
+
+    Attributes:
+        nvml: after the block: power, clocks and energy; None on a CPU.
     """
 
     def __init__(
         self, uuid: str | None, block_bytes: int, *, sampler: NvmlSampler | None = None,
         allocator: AllocatorTimeline | None = None,
     ) -> None:  # fmt: skip
+        self.nvml: NvmlSummary | None = None
         self._is_on_card = uuid is not None
         self._block_bytes = block_bytes
         self._sampler = sampler or NvmlSampler(uuid, NVML_INTERVAL_S)
@@ -38,15 +42,13 @@ class RunWatch:
         """What was kept: at most `MAX_SAMPLES`, evenly over the looks."""
         return tuple(self._samples)
 
-    def start(self) -> RunWatch:
-        """Begin."""
+    def __enter__(self) -> RunWatch:
         self._sampler.start()
         return self
 
-    def stop(self) -> NvmlSummary | None:
-        """End; power, clocks and energy of the time between, None on a CPU."""
+    def __exit__(self, *_: object) -> None:
         summary = self._sampler.stop()
-        return summary if self._is_on_card else None
+        self.nvml = summary if self._is_on_card else None
 
     def look(self, time_s: float, num_blocks_used: int) -> MemorySample:
         """Memory now, `time_s` into the run."""
@@ -67,11 +69,11 @@ class RunWatch:
         return MemorySample(
             time_s,
             kv_used,
-            allocated_bytes=torch and torch.allocated_bytes,
-            active_bytes=torch and torch.active_bytes,
-            reserved_bytes=torch and torch.reserved_bytes,
-            unused_split_bytes=torch and torch.unused_split_bytes,
-            device_used_bytes=nvml and nvml.memory_used_bytes,
-            process_bytes=nvml and nvml.process_bytes,
-            other_processes_bytes=nvml and nvml.other_processes_bytes,
+            allocated_bytes=getattr(torch, "allocated_bytes", None),
+            active_bytes=getattr(torch, "active_bytes", None),
+            reserved_bytes=getattr(torch, "reserved_bytes", None),
+            unused_split_bytes=getattr(torch, "unused_split_bytes", None),
+            device_used_bytes=getattr(nvml, "memory_used_bytes", None),
+            process_bytes=getattr(nvml, "process_bytes", None),
+            other_processes_bytes=getattr(nvml, "other_processes_bytes", None),
         )

@@ -92,7 +92,8 @@ def _count(engine: Engine, num_steps: int) -> CountedSteps:
     torch.cuda.synchronize()
     step_s = statistics.median(begin.elapsed_time(end) for begin, end in executor.times) / 1e3
     executor.times = None
-    card, notes, parts = engine.plan.gpu.name, (), []
+    card, parts = engine.plan.gpu.name, []
+    notes: tuple[str, ...] = ()
     for _ in range(num_steps):
         with counters(card=card, device_index=torch.cuda.current_device()) as counting:
             result: StepResult = engine.step()
@@ -113,30 +114,30 @@ def _count_attention(engine: Engine) -> tuple[Counters | None, tuple[str, ...]]:
     """The attention of all layers over what the running sequences have in the cache."""
     import torch
 
-    from labkit.measure.kernel_launches import FLUSH_BYTES, graph_time_s
+    from labkit.measure.kernel_launches import cold_l2, graph_time_s
 
-    running = engine.scheduler.running
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    running, flush = engine.scheduler.running, cold_l2()
     reads = engine.executor.attention_reads(running)  # type: ignore[attr-defined]
     kinds: dict[AttentionShape, list[Callable[[], object]]] = {}
     batch, model, config = running_batch(engine), engine.plan.model, engine.plan.config
     for layer, read in zip(model.layers, reads, strict=True):
         if layer.kind in KV_KINDS:
             kinds.setdefault(layer_shape(model, config, layer, batch), []).append(read)
-    parts, methods, notes, time_s = [], set(), [], 0.0
+    parts, methods, time_s = [], set(), 0.0
+    notes: list[str] = []
     for shape, calls in kinds.items():
         scope = counters(
             card=engine.plan.gpu.name, device_index=torch.cuda.current_device(), replay=replay_of(shape)
         )  # fmt: skip
         call = _all(calls)
-        result = scope.count(call, before=flush.zero_)
+        result = scope.count(call, before=flush)
         notes += result.notes
         if result.counters is None:
             return None, tuple(notes)
         alike = 1 if "CUPTI" in result.counters.method else len(calls)
         methods.add(result.counters.method)
         parts.append({name: value if ".pct" in name else alike * value for name, value in result.values.items()})
-        time_s += graph_time_s(call, flush.zero_)
+        time_s += graph_time_s(call, flush)
     found = to_counters(_sum(parts), " and ".join(sorted(methods)), engine.plan.gpu.name)
     return _timed(found, time_s, f"attention of a decode step of {len(running)} requests"), tuple(notes)
 
