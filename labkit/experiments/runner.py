@@ -39,13 +39,13 @@ class RunAnswer:
     memory_parts: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     energy_j: float | None = None
-
-
     counters: Counters | None = None
     step_counters: Counters | None = None
     counter_notes: tuple[str, ...] = ()
     memory_timeline: tuple[MemorySample, ...] = ()
     nvml: NvmlSummary | None = None
+
+
 class OnRows(Protocol):
     """Takes the rows of a run while it goes on."""
 
@@ -143,9 +143,9 @@ def _answer(answer: dict[str, Any]) -> RunAnswer:
         memory_parts=from_plain(dict[str, int], answer.get("memory_parts", {}), "memory_parts"),
         versions=from_plain(dict[str, str], answer.get("versions", {}), "versions"),
         energy_j=from_plain(float | None, answer.get("energy_j"), "energy_j"),
-    )
         counters=from_plain(Counters | None, answer.get("counters"), "counters"),
         step_counters=from_plain(Counters | None, answer.get("step_counters"), "step_counters"),
         counter_notes=from_plain(tuple[str, ...], answer.get("counter_notes", []), "counter_notes"),
         memory_timeline=from_plain(tuple[MemorySample, ...], answer.get("memory_timeline", []), "memory_timeline"),
         nvml=from_plain(NvmlSummary | None, answer.get("nvml"), "nvml"),
+    )
