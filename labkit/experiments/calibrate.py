@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from labkit.engine.step_constants import StepConstants
+from labkit.engine.step_time import StepClock, StepLoad, StepTimeModel
 from labkit.errors import OutOfRangeError
 from labkit.experiments.fit_constants import fit_constants
 from labkit.experiments.virtual_run import virtual_engine
 from labkit.measure.run_record import RunRecord, StepRow
 
+# Log-normal widths of the prior around what is known already: of an engine whose host works in between …
 _SIGMAS = {
     "bandwidth_efficiency": 0.15, "flops_efficiency": 0.15, "kv_efficiency": 0.3, "step_s": 0.5, "request_s": 0.5,
     "layer_s": 0.5, "correction": 0.15,
 }  # fmt: skip
-_MOST_STEPS, _NOISE, _NORMAL_90 = 400, 0.05, 1.645
+# … and of one whose host works beside the card, so that both show.
+_OVERLAPPED_SIGMAS = {
+    "product_factor": 0.15, "bandwidth_efficiency": 0.15, "flops_efficiency": 0.15, "kv_efficiency": 0.2,
+    "kv_efficiency_8bit": 0.2, "attention_efficiency": 0.4, "elementwise_passes": 0.3, "sampling_floor_s": 0.3,
+    "layer_s": 0.4, "step_s": 0.4, "request_s": 0.4, "token_s": 1.0, "eager_step_s": 0.4, "eager_layer_s": 0.4,
+}  # fmt: skip
+_MOST_STEPS, _NOISE = 1200, 0.05
+# The engine had nothing to do in a pause longer than this.
+_PAUSE_S = 0.002
 
 
 def calibrate(constants: StepConstants, records: Sequence[RunRecord]) -> StepConstants:
@@ -33,51 +44,119 @@ def calibrate(constants: StepConstants, records: Sequence[RunRecord]) -> StepCon
         raise OutOfRangeError(
             "calibration needs runs of one model on one card", available=f"{len(records)} runs", works="1 to 3 runs"
         )
-    parts = [_cycles(record) for record in records]
-    measured = np.concatenate([seconds for _, seconds in parts])
+    overlaps = _model(records[0], constants).launch.overlaps
+    parts = [_overlapped(record) if overlaps else _cycles(record) for record in records]
+    measured = np.concatenate([part.measured_s for part in parts])
     if not len(measured):
         raise OutOfRangeError("the runs have no steps to calibrate with", works="a finished run of 3 steps or more")
 
     def predict(found: StepConstants) -> np.ndarray:
-        return np.concatenate([
-            _predicted(record, rows, found) for record, (rows, _) in zip(records, parts, strict=True)
-        ])  # fmt: skip
+        return np.concatenate([part.predicted_s(found) for part in parts])
 
-    found = fit_constants(constants, predict, measured, _SIGMAS, noise=_NOISE)
+    sigmas = _OVERLAPPED_SIGMAS if overlaps else _SIGMAS
+    sigmas = {name: sigma for name, sigma in sigmas.items() if getattr(constants, name) > 0}
+    found = _with_other_kv(fit_constants(constants, predict, measured, sigmas, noise=_NOISE), constants, records)
     rest = np.log(measured / predict(found))
-    spread = max(float(np.std(rest)), _NOISE) * _NORMAL_90
-    middle = float(np.median(rest))
+    low, high = np.quantile(rest, (0.05, 0.95))
     return found.replace(
-        interval_low=float(np.exp(middle - spread)), interval_high=float(np.exp(middle + spread)), level="calibrated"
-    )
+        interval_low=float(np.exp(min(low, -_NOISE))), interval_high=float(np.exp(max(high, _NOISE))),
+        level="calibrated",
+    )  # fmt: skip
 
 
-def _cycles(record: RunRecord) -> tuple[list[StepRow], np.ndarray]:
+def _model(record: RunRecord, constants: StepConstants) -> StepTimeModel:
+    return virtual_engine(record.plan, constants).gpu.model
+
+
+def _with_other_kv(found: StepConstants, prior: StepConstants, records: Sequence[RunRecord]) -> StepConstants:
+    """What runs of one KV width say of the kernels holds for the width that none of them had as well."""
+    wide, narrow = "kv_efficiency", "kv_efficiency_8bit"
+    seen = {_model(record, prior).cost.kv_is_quantized for record in records}
+    if len(seen) > 1:
+        return found
+    known, other = (narrow, wide) if seen.pop() else (wide, narrow)
+    return found.replace(**{other: getattr(prior, other) * getattr(found, known) / getattr(prior, known)})
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Steps of one record in order.
+
+    Attributes:
+        measured_s: seconds of those that count, [counted]. counted: which of `rows`.
+        begins: which of `rows` come after a pause.
+    """
+
+    record: RunRecord
+    rows: tuple[StepRow, ...]
+    measured_s: np.ndarray
+    counted: np.ndarray
+    begins: np.ndarray
+    overlaps: bool
+
+    def predicted_s(self, constants: StepConstants) -> np.ndarray:
+        """Predicted seconds of the counted steps, [counted]."""
+        model = _model(self.record, constants)
+        load = load_of(model, self.rows, self.record.plan.block_bytes)
+        if not self.overlaps:
+            return model.seconds(load)[self.counted]
+        seconds = model.overlapped(load)
+        clock, pending, before = StepClock(), 0.0, 0.0
+        cycles = np.empty(len(self.rows))
+        starts = self.begins.tolist()
+        for step, parts in enumerate(zip(seconds.host, seconds.launching, seconds.device, strict=True)):
+            if starts[step]:
+                clock.host_s = pending = max(clock.host_s, clock.card_s)
+            done_s = clock.submit(*parts)
+            after = clock.collect(pending)
+            cycles[step] = after - before
+            pending, before = done_s, after
+        return np.maximum(cycles[self.counted], 1e-9)
+
+
+def _cycles(record: RunRecord) -> _Steps:
     """Steps followed at once by another, thinned evenly, and their start-to-start times."""
-    steps = record.steps
     pairs = [
         (step, after.start_s - step.start_s)
-        for step, after in pairwise(steps[1:])
+        for step, after in pairwise(record.steps[1:])
         if step.num_tokens and step.num_running and not step.num_swapped_blocks
         and after.start_s - step.start_s < 3 * max(step.duration_s, 1e-9)
     ]  # fmt: skip
-    kept = pairs[:: max(1, len(pairs) // _MOST_STEPS)]
-    return [step for step, _ in kept], np.array([seconds for _, seconds in kept])
+    kept = pairs[:: max(1, 3 * len(pairs) // _MOST_STEPS)]
+    rows, seconds = tuple(step for step, _ in kept), np.array([seconds for _, seconds in kept])
+    return _Steps(record, rows, seconds, np.arange(len(rows)), np.zeros(len(rows), dtype=bool), overlaps=False)
 
 
-def _predicted(record: RunRecord, rows: Sequence[StepRow], constants: StepConstants) -> np.ndarray:
-    """Predicted seconds of steps of which only the counts are known: the stored tokens are spread evenly."""
-    from labkit.engine.step_time import StepLoad
+def _overlapped(record: RunRecord) -> _Steps:
+    """Steps of an engine that returns from a step when the card is done with the one before: from end to end."""
+    rows = record.steps[:_MOST_STEPS]
+    ends = np.array([row.start_s + row.duration_s for row in rows])
+    starts = np.array([row.start_s for row in rows])
+    begins = np.ones(len(rows), dtype=bool)
+    begins[1:] = starts[1:] - ends[:-1] > _PAUSE_S
+    # The first step after a pause returns at once, and a step without tokens only waits.
+    counted = np.array([
+        index for index in range(1, len(rows))
+        if not begins[index] and not begins[index - 1] and rows[index].num_tokens and rows[index - 1].num_tokens
+    ], dtype=int)  # fmt: skip
+    return _Steps(record, rows, (ends[counted] - ends[counted - 1]), counted, begins, overlaps=True)
 
-    model = virtual_engine(record.plan, constants).gpu.model
-    decode = np.array([float(row.num_decode_tokens) for row in rows])
-    prefill = np.array([float(row.num_prefill_tokens) for row in rows])
-    running = np.array([float(row.num_running) for row in rows])
-    each = np.array([float(row.num_tokens_stored) for row in rows]) / running
+
+def load_of(model: StepTimeModel, rows: Sequence[StepRow], block_bytes: int) -> StepLoad:
+    """The work of steps of which only the counts are known: the stored tokens are spread evenly over requests."""
+
+    def column(name: str) -> np.ndarray:
+        return np.array([float(getattr(row, name)) for row in rows])
+
+    decode, prefill, running = (column(name) for name in ("num_decode_tokens", "num_prefill_tokens", "num_running"))
+    each = column("num_tokens_stored") / np.maximum(running, 1.0)
     kv, pairs = [], []
     for kind in model.cost.kv:
         seen = np.minimum(each, kind.window) if kind.window else each
         kv.append(decode * seen)
         pairs.append(prefill * seen / 2)
-    advancing = np.minimum(running, decode + np.ceil(prefill / np.maximum(each, 1.0)))
-    return model.seconds(StepLoad(decode + prefill, advancing, advancing, tuple(kv), tuple(pairs)))
+    advancing = np.minimum(np.maximum(running, decode), decode + np.ceil(prefill / np.maximum(each, 1.0)))
+    return StepLoad(
+        decode + prefill, advancing, advancing, tuple(kv), tuple(pairs), column("num_swapped_blocks") * block_bytes,
+        prefill,
+    )  # fmt: skip
