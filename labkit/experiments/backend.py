@@ -13,6 +13,17 @@ from labkit.text import plain
 Emit = Callable[[dict[str, Any]], None]
 IsCancelled = Callable[[], bool]
 ENGINE_BACKEND = "labkit.experiments.engine_backend:EngineBackend"
+# What a lost card says → what that means, and what to change where it comes again.
+_LOST_CARD = (
+    ("busy or unavailable", "another process has the card to itself", "ending that process, or nvidia-smi -c 0"),
+    ("illegal memory access", "a kernel read or wrote outside its tensors",
+     "another block_size or kv_cache_dtype; CUDA_LAUNCH_BLOCKING=1 names the kernel"),
+    ("misaligned address", "a kernel read at an odd address", "another block_size or kv_cache_dtype"),
+    ("device-side assert", "a kernel found an index out of range", "CUDA_LAUNCH_BLOCKING=1 names the kernel"),
+    ("timed out", "the system's watchdog ended a kernel", "fewer max_num_batched_tokens"),
+    ("ecc", "the card's memory is damaged", "labkit doctor, and another card"),
+    ("", "the card or its driver failed", "labkit doctor; where nvidia-smi does not list the card, a restart"),
+)  # fmt: skip
 OUT_OF_MEMORY_PHRASES = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
 
 
@@ -50,8 +61,10 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         parts = {name: getattr(error, name) for name in ("needed", "available", "works", "knob")}
         return {"type": "error", "kind": type(error).__name__, "message": error.message, **parts}
     if is_lost_context(error):
-        text = f"the card's context is lost, at or before this step: {plain(error, 500)}"
-        works = "running again: the worker restarts"
+        said = str(error).lower()
+        cause, change = next((cause, change) for phrase, cause, change in _LOST_CARD if phrase in said)
+        text = f"the card's context is lost, at or before this step: {cause}: {plain(error, 500)}"
+        works = f"running again: the worker restarts; where it comes again: {change}"
         return {"type": "error", "kind": "WorkerError", "message": text, "works": works, "ends_worker": True}
     frames = traceback.format_exception(type(error), error, error.__traceback__, limit=-6)
     text = f"{type(error).__name__}: {plain(error)}"
@@ -85,14 +98,22 @@ def rebuild_error(event: Mapping[str, Any], doing: str) -> errors.LabkitError:
     """The error that `event` describes, of one of labkit's own classes whatever the event says."""
     message = plain(event.get("message", ""), 2000)
     if event.get("kind") == "out_of_memory":
-        knob = "gpu_memory_utilization" if "CUDA" in message else "cpu_memory_gib"
+        works, knob = _less_memory("CUDA" in message, doing)
         return errors.DoesNotFitError(
-            f"the worker ran out of memory {doing}: {message}",
-            works=f"less {knob}, fewer max_num_batched_tokens or a smaller model; the session can go on",
-            knob=knob,
+            f"the worker ran out of memory {doing}: {message}", works=f"{works}; the session can go on", knob=knob
         )
     cls = getattr(errors, str(event.get("kind")), None)
     if not (isinstance(cls, type) and issubclass(cls, errors.LabkitError)):
         return errors.WorkerError(f"the worker failed {doing}: {message}", works="running again")
     parts = {name: event.get(name) for name in ("needed", "available", "works", "knob")}
     return cls(message, **{name: None if part is None else plain(part, 2000) for name, part in parts.items()})
+
+
+def _less_memory(is_card: bool, doing: str) -> tuple[str, str]:
+    """What to change, and the first knob to turn."""
+    if not is_card:
+        return "less cpu_memory_gib, fewer max_num_batched_tokens or a smaller model", "cpu_memory_gib"
+    if "loading" in doing:
+        return "ending other programs on the card, quantization = 'fp8', or a smaller model", "quantization"
+    works = "less gpu_memory_utilization, fewer max_num_batched_tokens or max_num_seqs, or a smaller model"
+    return works, "gpu_memory_utilization"

@@ -15,6 +15,8 @@ from labkit.measure.run_record import Counters, MemorySample, RequestRow, StepRo
 from labkit.memory.records import MemoryPlan
 from labkit.specs.workload import Workload
 
+COMPILING_FACTOR = 5.0
+
 
 @dataclass(frozen=True)
 class RunJob:
@@ -74,10 +76,16 @@ class Runner(Protocol):
 
 
 class LocalRunner:
-    """A worker process that keeps the weights of the last model; each run gets a fresh engine on top of them."""
+    """A worker process that keeps the weights of the last model; each run gets a fresh engine on top of them.
 
-    def __init__(self, worker: Worker) -> None:
+    Args:
+        stall_timeout_s: on a card, time without any step after which it counts as hung; `configure` compiles kernels
+            and may take `COMPILING_FACTOR` times as long. Reading weights and steps on a CPU have no limit.
+    """
+
+    def __init__(self, worker: Worker, stall_timeout_s: float = 120.0) -> None:
         self.worker = worker
+        self.stall_timeout_s = stall_timeout_s
         self._loaded: tuple | None = None
         self._generation = 0
 
@@ -102,7 +110,8 @@ class LocalRunner:
 
         arguments = {"workload": to_plain(job.workload), "options": to_plain(job.options)}
         on_event({"type": "status", "phase": "run", "message": "running"})
-        return _answer(self.worker.call("run", arguments, split, cancel, self._generation))
+        limit_s = None if job.plan.gpu.is_cpu else self.stall_timeout_s
+        return _answer(self.worker.call("run", arguments, split, cancel, self._generation, limit_s))
 
     def close(self) -> None:
         """End the process."""
@@ -128,7 +137,8 @@ class LocalRunner:
         # Also for the plan that is there already: an engine that has served keeps its prefix cache.
         on_event({"type": "status", "phase": "configure", "message": "allocating the KV cache"})
         arguments = {"plan": to_plain(job.plan), "seed": job.options.seed}
-        self.worker.call("configure", arguments, on_event, cancel, self._generation)
+        limit_s = None if job.plan.gpu.is_cpu else COMPILING_FACTOR * self.stall_timeout_s
+        self.worker.call("configure", arguments, on_event, cancel, self._generation, limit_s)
 
 
 def _answer(answer: dict[str, Any]) -> RunAnswer:

@@ -31,6 +31,7 @@ FRAME_STALL_S = 2.0
 SEND_TIMEOUT_S = 10.0
 SHUTDOWN_S = 1.0
 QUIET_SAID_S = 5.0
+KILLED_S = 30.0
 LOG_TAIL_BYTES = 2000
 MAX_LOG_BYTES = 4 * 2**20
 
@@ -86,6 +87,8 @@ class Worker:
             if not self._was_ended:
                 text = f"the worker had ended ({self._death()}); a new one is started and loads the weights again"
                 on_event({"type": "log", "level": "warning", "message": text})
+            else:
+                on_event({"type": "log", "level": "info", "message": "the worker is restarted and loads the weights"})
             self._release()
         self._spawn()
         return self.generation
@@ -97,11 +100,13 @@ class Worker:
         on_event: OnEvent,
         cancel: threading.Event | None = None,
         generation: int | None = None,
+        stall_timeout_s: float | None = None,
     ) -> dict[str, Any]:
         """Have the worker execute `command` and return its answer; its events go to `on_event` in this thread.
 
         Args:
             generation: of the process that holds what the command needs; a new one would know nothing of it.
+            stall_timeout_s: time without an event after which the card counts as hung, though the process lives.
 
         Raises:
             CancelledError: `cancel` was set; at most a second ago.
@@ -117,7 +122,7 @@ class Worker:
                 raise WorkerError(f"the worker was restarted {_DOING[command]}", works="running again")
             if self._log is not None and os.fstat(self._log.fileno()).st_size > MAX_LOG_BYTES:
                 os.ftruncate(self._log.fileno(), 0)
-            return self._converse(command, arguments, on_event, cancel)
+            return self._converse(command, arguments, on_event, cancel, stall_timeout_s)
         finally:
             self._busy.release()
 
@@ -126,7 +131,9 @@ class Worker:
         if self._process is not None:
             self._was_ended = True
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # A driver that ends a kernel takes its time; the system collects the process later.
+                self._process.wait(KILLED_S)
 
     def close(self) -> None:
         """Ask the process to end, and end it when it does not; nothing of it is left. May be called twice."""
@@ -181,13 +188,18 @@ class Worker:
         self._connection = self._log = self._process = None
 
     def _converse(
-        self, command: str, arguments: dict[str, Any], on_event: OnEvent, cancel: threading.Event | None
+        self,
+        command: str,
+        arguments: dict[str, Any],
+        on_event: OnEvent,
+        cancel: threading.Event | None,
+        stall_timeout_s: float | None,
     ) -> dict[str, Any]:
         command_id, self._next_id = self._next_id, self._next_id + 1
         answered = False
         try:
             self._send({"type": command, "id": command_id, "arguments": arguments})
-            answer = self._wait(command_id, _DOING[command], on_event, cancel)
+            answer = self._wait(command_id, _DOING[command], on_event, cancel, stall_timeout_s)
             answered = True
             if answer["type"] == "error":
                 if isinstance(answer.get("traceback"), str):
@@ -204,12 +216,22 @@ class Worker:
                 with contextlib.suppress(OSError, WorkerError):
                     self._send({"type": "cancel", "id": command_id})
 
-    def _wait(self, command_id: int, doing: str, on_event: OnEvent, cancel: threading.Event | None) -> dict[str, Any]:
+    def _wait(
+        self,
+        command_id: int,
+        doing: str,
+        on_event: OnEvent,
+        cancel: threading.Event | None,
+        stall_timeout_s: float | None,
+    ) -> dict[str, Any]:
         heard_at, cancelled_at, quiet_said = time.monotonic(), 0.0, False
         while True:
             for message in self._receive(POLL_S, doing):
                 heard_at, quiet_said = time.monotonic(), False
-                if message.get("id") != command_id or message["type"] == "heartbeat":
+                if message.get("id") != command_id:
+                    continue
+                if message["type"] == "heartbeat":
+                    self._check_stall(message, doing, stall_timeout_s)
                     continue
                 if message["type"] in ("reply", "error"):
                     return _checked(message)
@@ -232,6 +254,18 @@ class Worker:
                 on_event(
                     {"type": "log", "level": "warning", "message": f"no sign of the worker for {QUIET_SAID_S:g} s"}
                 )
+
+    def _check_stall(self, heartbeat: dict[str, Any], doing: str, stall_timeout_s: float | None) -> None:
+        quiet_s = heartbeat.get("quiet_s")
+        if stall_timeout_s is None or not isinstance(quiet_s, (int, float)) or quiet_s <= stall_timeout_s:
+            return
+        self.kill()
+        raise WorkerError(
+            f"the card has not answered for {stall_timeout_s:g} s {doing}: a kernel hangs, or another program keeps it "
+            "busy; the worker was ended",
+            works="running again: it is restarted; fewer max_num_batched_tokens where one step takes that long",
+            knob="max_num_batched_tokens",
+        )
 
     def _drained(self, on_event: OnEvent) -> bool:
         """Wait until a command that was left early has ended; False when the process had to be ended for it."""

@@ -35,6 +35,7 @@ class WorkerProcess:
         self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
         self._current_id = 0
+        self._heard_at = 0.0
         self._send_lock = threading.Lock()
 
     def serve(self) -> None:
@@ -50,7 +51,7 @@ class WorkerProcess:
             self._execute(command)
 
     def _execute(self, command: dict[str, Any]) -> None:
-        self._current_id = command["id"]
+        self._current_id, self._heard_at = command["id"], time.monotonic()
         lost = False
         try:
             reply = {"type": "reply", "answer": self._answer(command)}
@@ -72,7 +73,11 @@ class WorkerProcess:
         if self._backend is None:
             self._backend = make_backend(self._backend_path)
         method = getattr(self._backend, command["type"])
-        return method(command["arguments"], self._send, lambda: command["id"] in self._cancelled)
+        return method(command["arguments"], self._emit, lambda: command["id"] in self._cancelled)
+
+    def _emit(self, message: dict[str, Any]) -> None:
+        self._heard_at = time.monotonic()
+        self._send(message)
 
     def _send(self, message: dict[str, Any]) -> None:
         data = encode({**message, "id": self._current_id})
@@ -96,7 +101,8 @@ class WorkerProcess:
         while True:
             time.sleep(HEARTBEAT_S)
             if self._current_id:
-                self._send({"type": "heartbeat"})
+                # Beats go on while the main thread waits for a card that never answers; how long it has is in them.
+                self._send({"type": "heartbeat", "quiet_s": time.monotonic() - self._heard_at})
 
 
 def _volunteer_for_the_memory_killer() -> None:
