@@ -15,6 +15,7 @@ import torch
 
 from labkit.engine.host_memory import swap_pool
 from labkit.errors import UnsupportedError
+from labkit.memory.labkit_rules import POOL_ALIGNMENT_BYTES, TOKEN_SCALED, blocks_in_pool
 from labkit.specs.model_spec import LayerSpec, ModelSpec
 
 EIGHT_BIT = MappingProxyType(
@@ -26,8 +27,6 @@ EIGHT_BIT = MappingProxyType(
         "fp8_per_token_head": torch.float8_e4m3fn,
     }
 )
-_TOKEN_SCALED = ("int8_per_token_head", "fp8_per_token_head")
-_ALIGNMENT_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,11 @@ class CacheFormat:
 
     def blocks_in(self, num_bytes: int) -> int:
         """Blocks that fit in an allocation of `num_bytes`, each part at an aligned start."""
-        return max(0, num_bytes - _ALIGNMENT_BYTES * len(self._steps(0))) // self.block_bytes
+        return blocks_in_pool(num_bytes, self.block_bytes, len(self._steps(0)))
 
     def _steps(self, num_blocks: int) -> list[int]:
         sizes = [size * num_blocks for heads in self.heads for size in self._part_bytes(*heads)]
-        return [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
+        return [-(-size // POOL_ALIGNMENT_BYTES) * POOL_ALIGNMENT_BYTES for size in sizes]
 
     def carve(self, flat: torch.Tensor, num_blocks: int) -> _Pool:
         """All layers' views over one allocation, which holds whatever was there before."""
@@ -124,7 +123,7 @@ def cache_format(
             )
         storage = dtype
     heads = tuple(_heads(spec, layer, tp_size) for layer in spec.layers)
-    return CacheFormat(heads, block_size, storage, kv_cache_dtype in _TOKEN_SCALED)
+    return CacheFormat(heads, block_size, storage, kv_cache_dtype in TOKEN_SCALED)
 
 
 def _heads(spec: ModelSpec, layer: LayerSpec, tp_size: int) -> tuple[int, int]:

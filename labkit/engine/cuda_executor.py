@@ -98,6 +98,7 @@ class CudaExecutor:
 
     Attributes:
         why_eager: why this model's steps are never captured; "" where they are.
+        budget_parts: bytes by part that were taken off the budget before the pool, as measured until then.
         times: a list to which each step adds the events of its begin and end on the device; None adds nothing.
 
     Args:
@@ -118,6 +119,7 @@ class CudaExecutor:
         self._allocated: _Allocated | None = None
         self._turn = 0
         self.why_eager = why_eager(decoder)
+        self.budget_parts: dict[str, int] = {}
         self.times: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         if self._on_card:
             torch.cuda.set_device(self._device)
@@ -251,11 +253,14 @@ class CudaExecutor:
             if self._shape_key(plan) not in self._measured.costs:
                 spare.clear()
             give_back(self._device)
-            costs = self._costs(plan, form)
+            costs, workspace = self._costs(plan, form), self._workspace_bytes()
+            self.budget_parts = {
+                "weights": self._weights_bytes, "block_tables": costs.tables_bytes,
+                "activation": costs.activation_bytes, "cuda_graphs": costs.graphs_bytes, "workspace": workspace,
+            }  # fmt: skip
             num_blocks, pool_bytes = pool_of(
-                plan, form, look_at(self._device), costs,
-                weights=self._weights_bytes, workspace=self._workspace_bytes(),
-            )  # fmt: skip
+                plan, form, look_at(self._device), costs, weights=self._weights_bytes, workspace=workspace
+            )
             self.plan = with_blocks(plan, form, num_blocks, _swap_blocks(plan, form))
         memory = self._build(self.plan, self._pool_memory(form, pool_bytes, spare))
         if self._on_card and self._captures(plan):

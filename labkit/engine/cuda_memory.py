@@ -10,11 +10,9 @@ import torch
 
 from labkit.engine.cuda_cache import CacheFormat
 from labkit.errors import DoesNotFitError
-from labkit.format import GIB, memory
+from labkit.format import memory
+from labkit.memory.labkit_rules import pool_bytes
 from labkit.memory.records import MemoryPlan
-
-# Taking 100 GiB from the driver and giving it back costs most of a second.
-ROUND_BYTES, ROUND_FROM_BYTES = 64 * 2**20, 4 * GIB
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def pool_of(
     Those are utilization of the card's total, less weights, tables, peak, graphs and workspace.
 
     As in vLLM the share is of the card's total and what other processes hold is not charged; but that much must be
-    free. Large pools are whole multiples of `ROUND_BYTES`, so that a change of format finds memory of the right size.
+    free. How the rest becomes a pool: `labkit.memory.labkit_rules.pool_bytes`.
 
     Raises:
         DoesNotFitError: the card does not have the budget free, or no block fits.
@@ -92,8 +90,7 @@ def pool_of(
         )
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override, form.pool_bytes(config.num_gpu_blocks_override)
-    if available > ROUND_FROM_BYTES:
-        available = available // ROUND_BYTES * ROUND_BYTES
+    available = pool_bytes(available)
     blocks = form.blocks_in(available)
     if blocks < 1:
         raise DoesNotFitError(

@@ -1,4 +1,4 @@
-"""Memory of labkit's own engine on a CPU, as its executor allocates it."""
+"""Memory of labkit's own engine as its executors allocate it: all parts on a CPU, the pool on a card."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from labkit.specs.engine_config import EngineConfig
 from labkit.specs.model_spec import LayerSpec, ModelSpec
 
 TABLE_ENTRY_BYTES = 4
+TOKEN_SCALED = ("int8_per_token_head", "fp8_per_token_head")
 FIRST_POSITIONS = 8192
 # As `labkit.engine.paged_attention` tiles attention with capped scores.
 TILE_ROWS = 128
 # As `labkit.models.linear.project_few` knows few.
 FEW_ROWS = 8
+# Taking 100 GiB from a card's driver and giving it back costs most of a second; pools of whole multiples find memory
+# of the right size after a change of format.
+POOL_MULTIPLE_BYTES, POOL_MULTIPLE_FROM_BYTES = 64 * 2**20, 4 * 2**30
+POOL_ALIGNMENT_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,22 @@ def engine_parts(model: ModelSpec, config: EngineConfig) -> EngineParts:
             windows=False,
         ),
     )
+
+
+def pool_bytes(available_bytes: int) -> int:
+    """What the pool takes on a card of the bytes that the other parts leave."""
+    multiple = POOL_MULTIPLE_BYTES if available_bytes > POOL_MULTIPLE_FROM_BYTES else 1
+    return available_bytes // multiple * multiple
+
+
+def blocks_in_pool(num_bytes: int, block_bytes: int, num_tensors: int) -> int:
+    """Blocks in an allocation that holds `num_tensors` tensors, each at an aligned start."""
+    return max(0, num_bytes - POOL_ALIGNMENT_BYTES * num_tensors) // block_bytes if block_bytes else 0
+
+
+def pool_tensors(model: ModelSpec, kv_cache_dtype: str) -> int:
+    """Tensors in the pool on a card: K and V of each layer, and their scales where each token has its own."""
+    return len(model.layers) * (4 if kv_cache_dtype in TOKEN_SCALED else 2)
 
 
 def block_tables_bytes(config: EngineConfig, num_blocks: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from labkit.errors import UnknownNameError
 from labkit.memory.budget import late_growth_bytes
 from labkit.memory.calibration import calibration_of, log_config
@@ -15,7 +17,14 @@ from labkit.memory.explain import (
     notes_vllm,
     rank_details,
 )
-from labkit.memory.labkit_rules import block_tables_bytes, engine_parts, scratch_bytes
+from labkit.memory.labkit_rules import (
+    block_tables_bytes,
+    blocks_in_pool,
+    engine_parts,
+    pool_bytes,
+    pool_tensors,
+    scratch_bytes,
+)
 from labkit.memory.logs.record import LogRecord
 from labkit.memory.records import MemoryBreakdown, MemoryPlan, Verdict
 from labkit.memory.resolve import resolve_config
@@ -88,6 +97,8 @@ def _plan_vllm(
 ) -> MemoryPlan:
     resolved = resolve_config(model, gpu, config, rules)
     ranks = plan_ranks(model, gpu, resolved, rules, overrides, calibration)
+    if engine == "labkit":
+        ranks = [_own_pool(rank, model, resolved, overrides) for rank in ranks]
     binding = binding_rank(ranks)
     rank = ranks[binding]
     num_blocks = resolved.num_gpu_blocks_override or rank.num_blocks
@@ -109,6 +120,17 @@ def _plan_vllm(
             "needed_bytes": capacity.needed_bytes, "available_bytes": capacity.available_bytes,
         },
     )  # fmt: skip
+
+
+def _own_pool(rank: RankPlan, model: ModelSpec, config: EngineConfig, overrides: Overrides) -> RankPlan:
+    """`rank` with the pool as labkit's executor takes it: graphs are charged as they are, and see `pool_bytes`."""
+    available, tensors = rank.available_kv_bytes, pool_tensors(model, config.kv_cache_dtype)
+    if config.kv_cache_memory_bytes is None and overrides.available_kv_bytes is None:
+        available += rank.graphs_reserved_bytes - rank.cuda_graphs_bytes
+    num_blocks = blocks_in_pool(pool_bytes(max(0, available)), rank.layout.block_bytes, tensors)
+    return replace(
+        rank, available_kv_bytes=available, graphs_reserved_bytes=rank.cuda_graphs_bytes, num_blocks=num_blocks
+    )
 
 
 def _verdict(
