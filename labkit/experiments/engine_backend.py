@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from labkit.errors import UnsupportedError
+from labkit.errors import DoesNotFitError, UnsupportedError
 from labkit.experiments.backend import Emit, IsCancelled
 from labkit.experiments.run import PromptOf, RunOptions, RunOutcome, WorkloadRun
 from labkit.experiments.serialise import from_plain, rows_to_plain, to_plain
+from labkit.measure.card_users import other_programs
 from labkit.measure.run_watch import RunWatch
 from labkit.measure.step_counters import CountedSteps, count_decode_steps
 from labkit.memory.records import MemoryPlan
@@ -56,26 +57,36 @@ class EngineBackend:
 
     def configure(self, arguments: dict[str, Any], emit: Emit, is_cancelled: IsCancelled) -> dict[str, Any]:
         """An engine for `arguments["plan"]`; the old one's pool is given back first, as far as it changes."""
-        from labkit.engine import Engine
-
         if self._decoder is None:
             raise UnsupportedError("no model is loaded", works="load first")
         start = time.monotonic()
         emit(_progress("configure", 0, start))
         plan = from_plain(MemoryPlan, arguments["plan"])
-        kept, self._engine = self._engine, None
-        if kept is not None and self._decoder.device.type == "cuda" and not kept.has_unfinished:
-            kept.seed = arguments.get("seed", 0)
-            kept.reconfigure(plan)
-            self._engine = kept
-        else:
-            if kept is not None:
-                kept.close()
-            del kept
-            gc.collect()
-            self._engine = Engine(self._decoder, plan, seed=arguments.get("seed", 0))
+        try:
+            self._set_up(plan, arguments.get("seed", 0))
+        except DoesNotFitError as error:
+            raise _naming_others(error, plan) from error
+        reason = getattr(self._engine.executor, "why_eager", "")
+        if reason and not plan.config.enforce_eager:
+            text = f"no CUDA graphs for this model: {reason}"
+            emit({"type": "log", "level": "info", "message": text})
         emit(_progress("configure", 1, start))
         return {"configure_s": time.monotonic() - start}
+
+    def _set_up(self, plan: MemoryPlan, seed: int) -> None:
+        from labkit.engine import Engine
+
+        kept, self._engine = self._engine, None
+        if kept is not None and self._decoder.device.type == "cuda" and not kept.has_unfinished:
+            kept.seed = seed
+            kept.reconfigure(plan)
+            self._engine = kept
+            return
+        if kept is not None:
+            kept.close()
+        del kept
+        gc.collect()
+        self._engine = Engine(self._decoder, plan, seed=seed)
 
     def run(self, arguments: dict[str, Any], emit: Emit, is_cancelled: IsCancelled) -> dict[str, Any]:
         """Serve `arguments["workload"]` under `arguments["options"]`."""
@@ -161,6 +172,19 @@ def _prepare(device: str) -> None:
 def _context(prompt: Sequence[int], length: int) -> list[int]:
     """`length` tokens that begin as the request did; which ones it had got by then does not matter."""
     return (list(prompt) * (1 + length // max(1, len(prompt))))[:length]
+
+
+def _naming_others(error: DoesNotFitError, plan: MemoryPlan) -> DoesNotFitError:
+    """The refusal with the programs that hold the card's memory, where NVML names them."""
+    others = "" if plan.gpu.is_cpu else other_programs(plan.gpu.uuid or _uuid_of_card())
+    parts = {name: getattr(error, name) for name in ("needed", "available", "works", "knob")}
+    return DoesNotFitError(f"{error.message}: {others}" if others else error.message, **parts)
+
+
+def _uuid_of_card() -> str:
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def _threads_of_environment() -> int:
