@@ -87,6 +87,7 @@ class _Measured:
     costs: dict[tuple, StepCosts] = field(default_factory=dict)
     warm_shapes: set[tuple] = field(default_factory=set)
     outside_bytes: int = 0
+    seen_bytes: int = 0
     library_bytes: int = 0
 
 
@@ -137,6 +138,7 @@ class CudaExecutor:
                 plan, self._allocated.cache.form, self._allocated.cache.num_blocks, self.plan.num_swap_blocks
             )
             return
+        self._note_other_programs()
         spare = self._drop()
         self._asked = plan
         self._allocate(plan, spare)
@@ -217,6 +219,11 @@ class CudaExecutor:
         gc.collect()
         give_back(self._device)
 
+    def _note_other_programs(self) -> None:
+        """What came or went outside torch since memory was last set up is theirs: steps take next to nothing there."""
+        if self._on_card and self._allocated is not None:
+            self._measured.outside_bytes += look_at(self._device).other_bytes - self._measured.seen_bytes
+
     def _drop(self) -> list[torch.Tensor]:
         """Give up the last plan's memory, all but what its pool lay in; without graphs it is in no cycle."""
         if self._allocated is None:
@@ -266,6 +273,8 @@ class CudaExecutor:
         if self._on_card and self._captures(plan):
             self._capture(memory, plan)
         self._allocated = memory
+        if self._on_card:
+            self._measured.seen_bytes = look_at(self._device).other_bytes
 
     def _pool_memory(self, form: CacheFormat, pool_bytes: int | None, spare: list[torch.Tensor]) -> torch.Tensor:
         """The last pool's memory when it has the right size; else it goes before the new one comes."""
