@@ -15,7 +15,7 @@ from labkit.advice.command import export_command, vllm_command
 from labkit.engine.step_constants import load_constants
 from labkit.errors import LabkitError
 from labkit.experiments.virtual_run import VirtualOptions, simulate
-from labkit.format import GIB, memory
+from labkit.format import GIB, gib, memory
 from labkit.measure.summary import RunSummary, summarize
 from labkit.memory import plan
 from labkit.memory.records import MemoryPlan
@@ -33,7 +33,7 @@ AFTER: Mapping[str, Any] = {
     "gpu_memory_utilization": 0.82, "max_model_len": 4096, "block_size": 16, "max_num_batched_tokens": 8192,
     "kv_cache_dtype": "fp8", "enable_chunked_prefill": True,
 }  # fmt: skip
-SAID_RATE, SAID_P99_S, SAID_GB = 28.0, 0.138, 18.2
+SAID_RATE, SAID_P99_S, SAID_MEMORY = 28.0, 0.138, "18.2 GB"
 # 10 KB of prose at four to five bytes a token are 2,000 to 2,560 tokens; the middle.
 TEXT_TOKENS = 2300
 HELD_GIB = 3.0
@@ -112,7 +112,7 @@ def readings() -> tuple[Reading, ...]:
         Reading("alone on the card", "Qwen3-Embedding-0.6B, which the guides use elsewhere, 16 bit, no other process",
                 small),
         Reading("float32", "the same in float32", small, changes={"dtype": "float32"}),
-        Reading("shared card", f"another process holds {HELD_GIB:g} GiB of the card", small, free_gib=shared),
+        Reading("shared card", f"another process holds {gib(HELD_GIB)} of the card", small, free_gib=shared),
         Reading("no chunked prefill", "vLLM without chunked prefill for embedding models", small,
                 changes={"enable_chunked_prefill": False}),
         Reading("block 8", "vLLM's attention backends for CUDA take multiples of 16", small,
@@ -298,7 +298,7 @@ def _answers(theirs: Answer, ours: Answer) -> dict[str, float | str]:
         numbers |= {
             f"{answer.name}: req/s, all at once": answer.rate,
             f"{answer.name}: p99 at 20 req/s, ms": 1e3 * (answer.p99_s or 0.0),
-            f"{answer.name}: memory in use, {HELD_GIB:g} GiB of others included, GiB": answer.used_bytes / GIB,
+            f"{answer.name}: memory in use, {gib(HELD_GIB)} of others included, GiB": answer.used_bytes / GIB,
         }
     return numbers | {"labkit's command": " ".join(ours.command.replace("\\\n", " ").split())}
 
@@ -314,7 +314,7 @@ def _conclusion(found: Sequence[Found], span: tuple[float, float] | None, ours: 
     refused = [entry for entry in found if entry.failure == "flags"]
     curing = {name for entry in stories for name in cures(entry.reading)}
     idle = [name for name in AFTER if name not in curing]
-    held = f", {span[0]:.1f} to {span[1]:.1f} GiB," if span else ""
+    held = f", {gib(round(span[0], 1))} to {gib(round(span[1], 1))}," if span else ""
     sentences = [
         f"The guides name no model; their flags alone do not run out of memory: they start under "
         f"{_names([entry for entry in found if entry.failure == 'none'])}.",
@@ -323,7 +323,7 @@ def _conclusion(found: Sequence[Found], span: tuple[float, float] | None, ours: 
         "No reading gives both the failure and the rate.",
         f"{_names(part)} fails and recovers as told, but is far from {SAID_RATE:g} req/s." if part else "",
         f"Under {_names(refused)} the first flags are refused before memory counts." if refused else "",
-        f"No part is played by {', '.join(idle)}. The {SAID_GB:g} GB are the utilization's share of the card; the same "
+        f"No part is played by {', '.join(idle)}. The {SAID_MEMORY} are the utilization's share of the card; the same "
         f"rate needs {memory(ours.used_bytes - HELD_GIB * GIB)}.",
     ]  # fmt: skip
     return " ".join(sentence for sentence in sentences if sentence)
