@@ -80,5 +80,9 @@ class WorkerError(LabkitError):
     """The worker process died, hung or answered with an error; the session stays usable."""
 
 
+class RankError(WorkerError):
+    """One of the processes that share a model died, hung or failed; all of them were ended."""
+
+
 class CancelledError(LabkitError):
     """The user cancelled; what was finished is kept."""

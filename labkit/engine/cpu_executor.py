@@ -14,6 +14,7 @@ from labkit.engine.memory_meter import activation_peak_bytes
 from labkit.engine.paged_attention import PagedAttention, Span
 from labkit.engine.sampler import sample
 from labkit.errors import LabkitError
+from labkit.memory.labkit_rules import model_of_rank
 from labkit.memory.records import MemoryPlan
 from labkit.models.decoder import Decoder
 
@@ -132,8 +133,9 @@ def _allocate(decoder: Decoder, plan: MemoryPlan) -> _Allocated:
     config = plan.config
     decoder.reserve_positions(int(config.max_model_len or 0))
     max_blocks = min(-(-int(config.max_model_len or 0) // config.block_size), plan.num_gpu_blocks)
+    spec = model_of_rank(plan.model, decoder.tp_size)
     cache = KVCache(
-        plan.model,
+        spec,
         num_blocks=plan.num_gpu_blocks,
         num_swap_blocks=plan.num_swap_blocks,
         block_size=config.block_size,
@@ -142,7 +144,7 @@ def _allocate(decoder: Decoder, plan: MemoryPlan) -> _Allocated:
         max_blocks_per_seq=max_blocks,
     )
     tables = BlockTables(int(config.max_num_seqs or 0), max_blocks)
-    return _Allocated(plan, cache, tables, PagedAttention(plan.model, cache))
+    return _Allocated(plan, cache, tables, PagedAttention(spec, cache))
 
 
 def _begin(memory: _Allocated, batch: ScheduledBatch) -> None:

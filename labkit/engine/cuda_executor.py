@@ -34,6 +34,7 @@ from labkit.engine.cuda_memory import StepCosts, give_back, look_at, pool_of, wi
 from labkit.engine.cuda_profile import PROMPT_SIZES, prompt_step
 from labkit.engine.sampler import penalize
 from labkit.engine.sequence import Sequence
+from labkit.engine.tensor_parallel import agreed_blocks
 from labkit.errors import LabkitError
 from labkit.format import GIB
 from labkit.memory.records import MemoryPlan
@@ -265,8 +266,11 @@ class CudaExecutor:
                 "weights": self._weights_bytes, "block_tables": costs.tables_bytes,
                 "activation": costs.activation_bytes, "cuda_graphs": costs.graphs_bytes, "workspace": workspace,
             }  # fmt: skip
-            num_blocks, pool_bytes = pool_of(
-                plan, form, look_at(self._device), costs, weights=self._weights_bytes, workspace=workspace
+            num_blocks, pool_bytes = agreed_blocks(
+                decoder.ranks,
+                lambda: pool_of(
+                    plan, form, look_at(self._device), costs, weights=self._weights_bytes, workspace=workspace
+                ),
             )
             self.plan = with_blocks(plan, form, num_blocks, _swap_blocks(plan, form))
         memory = self._build(self.plan, self._pool_memory(form, pool_bytes, spare))
@@ -401,13 +405,14 @@ class CudaExecutor:
         hidden = memory.forward(known, parts["positions"])
         if "sample_rows" in parts:
             hidden = hidden.index_select(0, parts["sample_rows"])
-        tokens = sample(self._logits(hidden, penalized or []), step.sampling)
+        tokens = self._decoder.ranks.from_first(sample(self._logits(hidden, penalized or []), step.sampling))
         memory.last_tokens.index_copy_(0, parts["sample_slots"], tokens)
         return tokens
 
     def _logits(self, hidden: torch.Tensor, penalized: list[Sequence | None]) -> torch.Tensor:
         """[S, vocab] in the model's type; float32 where a cap or a penalty changes them."""
-        logits, cap = project(hidden, self._decoder.weights.head), self._decoder.spec.final_softcap
+        logits = self._decoder.whole_logits(project(hidden, self._decoder.weights.head))
+        cap = self._decoder.spec.final_softcap
         if cap is not None:
             logits = logits.float().div_(cap).tanh_().mul_(cap)
         if penalized:

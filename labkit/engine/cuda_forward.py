@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from labkit_kernels.activations import gelu_and_mul, silu_and_mul
 from labkit_kernels.norms import add_rms_norm, rms_norm
 from labkit_kernels.rope_write import Rotary
@@ -58,9 +57,7 @@ class FusedForward:
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         decoder, weights, eps = self._decoder, self._decoder.weights, self._decoder.spec.rms_norm_eps
-        residual = F.embedding(token_ids, weights.embedding)
-        if decoder.embedding_scale != 1.0:
-            residual = residual * decoder.embedding_scale
+        residual = decoder.embed(token_ids)
         hidden = rms_norm(residual, weights.layers[0].attention_norm, eps)
         next_norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
         for index, layer in enumerate(weights.layers):

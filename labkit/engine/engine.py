@@ -109,7 +109,7 @@ class Engine:
         self._clock = clock or time.monotonic
         self._detokenize = detokenize
         self._hash_function = hash_function
-        self._executor = executor if executor is not None else _default_executor(decoder, plan)
+        self._executor = executor if executor is not None else default_executor(decoder, plan)
         self.plan = getattr(self._executor, "plan", plan)
         self._sequences: dict[int, Sequence] = {}
         self._finished: list[RequestOutput] = []
@@ -422,8 +422,8 @@ def _check_plan(plan: MemoryPlan) -> None:
         )
 
 
-def _default_executor(decoder: Any, plan: MemoryPlan) -> Executor:
-    """torch and Triton are imported only where they compute."""
+def default_executor(decoder: Any, plan: MemoryPlan) -> Executor:
+    """The executor where the decoder's weights are; torch and Triton are imported only where they compute."""
     if getattr(getattr(decoder, "device", None), "type", "cpu") == "cuda":
         from labkit.engine.cuda_executor import CudaExecutor
 

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from labkit.engine.kv_cache import BlockRun, KVCache
 from labkit.engine.paged_attention import PagedAttention, Span
+from labkit.memory.labkit_rules import model_of_rank
 from labkit.memory.records import MemoryPlan
 from labkit.models.decoder import Decoder, DecoderWeights
 
@@ -45,8 +46,9 @@ def activation_peak_bytes(decoder: Decoder, plan: MemoryPlan) -> int:
     longest = int(plan.config.max_model_len or 1) if short.spec.attention_softcap is not None else 0
     context = block_size * max(1, (longest - num_tokens) // block_size)
     num_blocks = -(-(context + num_tokens) // block_size)
+    spec = model_of_rank(short.spec, decoder.tp_size)
     cache = KVCache(
-        short.spec,
+        spec,
         num_blocks=num_blocks,
         num_swap_blocks=0,
         block_size=block_size,
@@ -54,7 +56,7 @@ def activation_peak_bytes(decoder: Decoder, plan: MemoryPlan) -> int:
         dtype=decoder.dtype,
         max_blocks_per_seq=num_blocks,
     )
-    attention = PagedAttention(short.spec, cache)
+    attention = PagedAttention(spec, cache)
 
     def step() -> list[int]:
         slots = torch.arange(context, context + num_tokens)
@@ -75,4 +77,5 @@ def _first_layers(decoder: Decoder) -> Decoder:
     return Decoder(
         decoder.spec.replace(layers=decoder.spec.layers[:count]),
         DecoderWeights(weights.embedding, layers, weights.final_norm, weights.head),
+        ranks=decoder.ranks,
     )

@@ -11,10 +11,8 @@ CARD_KV_DTYPES = (
     "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head",
     "fp8_per_token_head",
 )  # fmt: skip
-# Values that the engine does not go beyond: it is one process on one card, with whole layers.
-_ONLY = {
-    "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False,
-}  # fmt: skip
+# Values that the engine does not go beyond: one copy of it, all of whose ranks share every layer.
+_ONLY = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False}
 
 
 def check_knobs(plan: MemoryPlan) -> None:

@@ -59,7 +59,9 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         return {"type": "error", "kind": "out_of_memory", "message": plain(error) or "out of memory"}
     if isinstance(error, errors.LabkitError):
         parts = {name: getattr(error, name) for name in ("needed", "available", "works", "knob")}
-        return {"type": "error", "kind": type(error).__name__, "message": error.message, **parts}
+        # Its share of the weights is of no use any more.
+        ends = {"ends_worker": True} if isinstance(error, errors.RankError) else {}
+        return {"type": "error", "kind": type(error).__name__, "message": error.message, **parts, **ends}
     if is_lost_context(error):
         said = str(error).lower()
         cause, change = next((cause, change) for phrase, cause, change in _LOST_CARD if phrase in said)

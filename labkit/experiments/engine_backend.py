@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from labkit.errors import DoesNotFitError, UnsupportedError
 from labkit.experiments.backend import Emit, IsCancelled
+from labkit.experiments.rank_backend import threads_of_environment
+from labkit.experiments.rank_group import RankGroup
 from labkit.experiments.run import PromptOf, RunOptions, RunOutcome, WorkloadRun
 from labkit.experiments.serialise import from_plain, rows_to_plain, to_plain
 from labkit.measure.card_users import other_programs
@@ -26,18 +29,18 @@ class EngineBackend:
     def __init__(self) -> None:
         import torch
 
-        self._num_threads = _threads_of_environment()
+        self._num_threads = threads_of_environment()
         torch.set_num_threads(self._num_threads)
         self._decoder: Any = None
         self._engine: Any = None
+        self._group: RankGroup | None = None
 
     def load(self, arguments: dict[str, Any], emit: Emit, is_cancelled: IsCancelled) -> dict[str, Any]:
         """Weights of `arguments["model"]` from `arguments["source"]` in `dtype`, read or random by `load_format`.
 
-        `arguments["quantization"]` is vLLM's word or None, `arguments["device"]` "cpu" or "cuda".
+        `arguments["quantization"]` is vLLM's word or None, `arguments["device"]` "cpu" or "cuda". With
+        `arguments["tensor_parallel_size"]` above 1 this process holds rank 0's part, and others of its own the rest.
         """
-        from labkit.models import load_model_weights
-
         device = arguments.get("device", "cpu")
 
         self._drop_engine()
@@ -48,8 +51,8 @@ class EngineBackend:
         emit(_progress("load", 0, start))
         spec = from_plain(ModelSpec, arguments["model"])
         source = arguments["source"] or None
-        self._decoder = load_model_weights(
-            spec, source, arguments["dtype"], arguments["load_format"], seed=arguments.get("seed", 0), device=device,
+        self._decoder = self._loader(arguments.get("tensor_parallel_size", 1), device)(
+            spec, source, arguments["dtype"], arguments["load_format"], seed=arguments.get("seed", 0),
             quantization=arguments.get("quantization"),
         )  # fmt: skip
         emit(_progress("load", 1, start))
@@ -86,7 +89,8 @@ class EngineBackend:
             kept.close()
         del kept
         gc.collect()
-        self._engine = Engine(self._decoder, plan, seed=seed)
+        executor = None if self._group is None else self._group.executor(plan)
+        self._engine = Engine(self._decoder, plan, seed=seed, executor=executor)
 
     def run(self, arguments: dict[str, Any], emit: Emit, is_cancelled: IsCancelled) -> dict[str, Any]:
         """Serve `arguments["workload"]` under `arguments["options"]`."""
@@ -116,7 +120,8 @@ class EngineBackend:
             "fullest_step": to_plain(outcome.fullest_step),
             "block_map": to_plain(outcome.block_map),
             "memory_parts": parts,
-            "energy_j": None if watch.nvml is None else watch.nvml.energy_j,
+            # The watch sees one card.
+            "energy_j": None if watch.nvml is None or self._group is not None else watch.nvml.energy_j,
             "counters": to_plain(counted.attention),
             "step_counters": to_plain(counted.step),
             "counter_notes": to_plain(counted.notes),
@@ -150,6 +155,23 @@ class EngineBackend:
         """Give pool and weights back."""
         self._drop_engine()
         self._decoder = None
+        self._drop_group()
+
+    def _loader(self, size: int, device: str) -> Callable[..., Any]:
+        """What loads a decoder, alone or with the other ranks, which stay for the next model."""
+        from labkit.models import load_model_weights
+
+        if self._group is not None and (self._group.size, self._group.device) != (size, device):
+            self._drop_group()
+        if size == 1:
+            return functools.partial(load_model_weights, device=device)
+        self._group = self._group or RankGroup(size, device, num_threads=self._num_threads)
+        return self._group.load
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None
 
     def _drop_engine(self) -> None:
         if self._engine is not None:
@@ -185,12 +207,6 @@ def _uuid_of_card() -> str:
     import torch
 
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-
-
-def _threads_of_environment() -> int:
-    import os
-
-    return max(1, int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def _progress(phase: str, done: int, start: float) -> dict[str, Any]:

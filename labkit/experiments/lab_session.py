@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from labkit.engine.supported_knobs import check_knobs
 from labkit.errors import CancelledError, DoesNotFitError, LabkitError, StoreError, WorkerError
-from labkit.experiments.card import runs_on
+from labkit.experiments.card import check_cards, runs_on
 from labkit.experiments.run import RunOptions
 from labkit.experiments.runner import LocalRunner, RunAnswer, RunJob, Runner
 from labkit.experiments.store import RunStore, RunWriter
@@ -214,6 +214,7 @@ class LabSession:
             text = f"the run is on this machine's CPU; nothing of it is measured on {plain(self.gpu.name, 60)}"
             tell({"type": "log", "level": "info", "message": text})
         check_knobs(plan)
+        check_cards(self.gpu, config)
         if plan.verdict == "does not fit":
             raise _does_not_fit(plan)
         return RunJob(plan, workload, self.source, options or RunOptions())

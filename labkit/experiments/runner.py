@@ -121,13 +121,16 @@ class LocalRunner:
     def _load(self, job: RunJob, on_event: OnEvent, cancel: threading.Event) -> None:
         config = job.plan.config
         device = "cpu" if job.plan.gpu.is_cpu else "cuda"
-        wanted = (job.plan.model, job.source, config.dtype, config.load_format, config.quantization, device)
+        wanted = (
+            job.plan.model, job.source, config.dtype, config.load_format, config.quantization, device,
+            config.tensor_parallel_size,
+        )  # fmt: skip
         generation = self.worker.start(on_event)
         if generation == self._generation and self._loaded == wanted:
             return
         self._loaded = None
         on_event({"type": "status", "phase": "load", "message": "loading the model"})
-        names = ("model", "source", "dtype", "load_format", "quantization", "device")
+        names = ("model", "source", "dtype", "load_format", "quantization", "device", "tensor_parallel_size")
         arguments = dict(zip(names, wanted, strict=True))
         arguments["model"] = to_plain(job.plan.model)
         self.worker.call("load", arguments, on_event, cancel)

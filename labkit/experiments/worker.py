@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,6 +44,7 @@ class Worker:
         memory_limit_bytes: address space of the process, None for no limit.
         num_threads: compute threads.
         hang_timeout_s: silence after which the process counts as hung and is ended.
+        pass_fds: descriptors that the process has under the same numbers.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Worker:
         memory_limit_bytes: int | None = None,
         num_threads: int = 1,
         hang_timeout_s: float = 120.0,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         if num_threads < 1:
             raise OutOfRangeError(f"num_threads cannot be {num_threads}", works="1 or more", knob="num_threads")
@@ -60,6 +62,7 @@ class Worker:
         self.memory_limit_bytes = memory_limit_bytes
         self.num_threads = num_threads
         self.hang_timeout_s = hang_timeout_s
+        self._pass_fds = tuple(pass_fds)
         self.generation = 0
         self._process: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
@@ -161,7 +164,7 @@ class Worker:
         try:
             self._process = subprocess.Popen(
                 [*command, str(self.memory_limit_bytes or 0), str(self.num_threads)],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *self._pass_fds],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log or subprocess.DEVNULL,
                 stderr=self._log or subprocess.DEVNULL,

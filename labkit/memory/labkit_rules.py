@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from labkit.errors import OutOfRangeError
 from labkit.memory.dtypes import ELEMENT_BYTES, KvFormat, kv_format
 from labkit.memory.kv_layout import KvLayout, build_layout
-from labkit.memory.tensors import Sharing
+from labkit.memory.tensors import Sharing, vocabulary_rows
 from labkit.memory.weights import StageLayers, stage_tensors
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.model_spec import LayerSpec, ModelSpec
@@ -27,7 +28,7 @@ POOL_ALIGNMENT_BYTES = 256
 
 @dataclass(frozen=True)
 class EngineParts:
-    """Bytes of one engine on a CPU.
+    """Bytes of one engine on a CPU; of each rank where several processes share the model.
 
     Attributes:
         weights_bytes: tensors in the compute type and the rotary tables; formats of files are undone in loading.
@@ -40,13 +41,64 @@ class EngineParts:
     layout: KvLayout
 
 
+def check_shares(model: ModelSpec, size: int) -> None:
+    """Whether `size` ranks can share every layer: whole heads and equal MLP columns on each.
+
+    Raises:
+        OutOfRangeError: they cannot; says the largest number below that can.
+    """
+    if not _is_shared(model, size):
+        layer = next(layer for layer in model.layers if not _is_layer_shared(model, layer, size))
+        raise OutOfRangeError(
+            f"{size} ranks do not divide {layer.num_heads} heads, {layer.num_kv_heads} KV heads and an MLP of "
+            f"{_mlp_width(model, layer)}",
+            works=str(next(fewer for fewer in range(size - 1, 0, -1) if _is_shared(model, fewer))),
+            knob="tensor_parallel_size",
+        )
+
+
+def _is_shared(model: ModelSpec, size: int) -> bool:
+    return all(_is_layer_shared(model, layer, size) for layer in model.layers)
+
+
+def _is_layer_shared(model: ModelSpec, layer: LayerSpec, size: int) -> bool:
+    heads, kv_heads = layer.num_heads, max(1, layer.num_kv_heads)
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0) and _mlp_width(model, layer) % size == 0
+
+
+def _mlp_width(model: ModelSpec, layer: LayerSpec) -> int:
+    if layer.num_experts and model.moe is not None:
+        return model.moe.intermediate_size
+    return layer.intermediate_size or model.intermediate_size
+
+
+def model_of_rank(model: ModelSpec, size: int) -> ModelSpec:
+    """`model` with the heads and the MLP columns of one rank of `size`; KV heads are repeated beyond their number."""
+    if size == 1:
+        return model
+    moe = model.moe and replace(model.moe, intermediate_size=model.moe.intermediate_size // size)
+    layers = tuple(_layer_of_rank(layer, size) for layer in model.layers)
+    return model.replace(layers=layers, intermediate_size=model.intermediate_size // size, moe=moe)
+
+
+def _layer_of_rank(layer: LayerSpec, size: int) -> LayerSpec:
+    width = layer.intermediate_size
+    return replace(
+        layer,
+        num_heads=layer.num_heads // size,
+        num_kv_heads=max(1, layer.num_kv_heads // size),
+        intermediate_size=None if width is None else width // size,
+    )
+
+
 def engine_parts(model: ModelSpec, config: EngineConfig) -> EngineParts:
     """The parts that do not depend on the number of blocks; `config` is resolved."""
+    rank = model_of_rank(model, config.tensor_parallel_size)
     return EngineParts(
         weights_bytes=_weights_bytes(model, config),
-        activation_bytes=_activation_bytes(model, config),
+        activation_bytes=_activation_bytes(rank, config),
         layout=build_layout(
-            [layer for layer in model.layers if layer.kind in ("full", "sliding", "chunked")],
+            [layer for layer in rank.layers if layer.kind in ("full", "sliding", "chunked")],
             kv_format(config.kv_cache_dtype, config.dtype),
             dtype=config.dtype,
             block_size=config.block_size,
@@ -86,7 +138,8 @@ def scratch_bytes(model: ModelSpec, config: EngineConfig, num_blocks: int) -> in
 
     Types stored otherwise need the raw rows beside it, their scales (int8) or table indices (fp8).
     """
-    layers = [layer for layer in model.layers if layer.kind in ("full", "sliding", "chunked")]
+    rank = model_of_rank(model, config.tensor_parallel_size)
+    layers = [layer for layer in rank.layers if layer.kind in ("full", "sliding", "chunked")]
     if not layers:
         return 0
     tokens = longest_table(config, num_blocks) * config.block_size
@@ -113,10 +166,13 @@ def _v_dim(layer: LayerSpec) -> int:
 def _weights_bytes(model: ModelSpec, config: EngineConfig) -> int:
     element = ELEMENT_BYTES[config.dtype]
     whole = StageLayers(0, model.num_layers, model.num_layers)
-    norm_element = 4 if model.norm_offset else element
+    norm_element, size = 4 if model.norm_offset else element, config.tensor_parallel_size
     total = sum(
-        number * tensor.elements * (norm_element if tensor.part == "norm" else element)
-        for tensor, number in stage_tensors(model, whole, Sharing())
+        number
+        # One process alone does not pad the vocabulary.
+        * (tensor.rank_elements if size > 1 else tensor.elements)
+        * (norm_element if tensor.part == "norm" else element)
+        for tensor, number in stage_tensors(model, whole, Sharing(size))
         if tensor.part != "extra"
     )
     return total + rotary_bytes(model, config, element)
@@ -144,11 +200,20 @@ def _activation_bytes(model: ModelSpec, config: EngineConfig) -> int:
     element, tokens = ELEMENT_BYTES[config.dtype], config.max_num_batched_tokens or 0
     rows = min(config.max_num_seqs or 0, tokens)
     layer_peak = max((_layer_bytes(model, layer, config) for layer in model.layers), default=0)
-    # Few rows are computed the other way round and turned (labkit.models.linear); 16-bit ones are cast.
-    turned = 4 if element == 4 and rows <= FEW_ROWS else 0
-    logits = rows * model.vocab_size * (4 + turned if element == 4 else 4 + element)
+    logits = rows * _logit_bytes(model.vocab_size, element, rows, config.tensor_parallel_size)
     sampling = 0 if model.is_embedding else logits + (tokens + rows) * model.hidden_size * element
     return max(layer_peak, sampling)
+
+
+def _logit_bytes(vocab_size: int, element: int, rows: int, size: int) -> int:
+    """Bytes alive for one row of logits at the worst moment."""
+    cast = 0 if element == 4 else vocab_size * (4 + element)
+    if size > 1:
+        # A rank's share, those of all ranks, and these put in order.
+        return max(cast, vocabulary_rows(vocab_size, size) * element * (1 + 2 * size))
+    # Few rows are computed the other way round and turned (labkit.models.linear); 16-bit ones are cast.
+    turned = 4 if rows <= FEW_ROWS else 0
+    return cast or vocab_size * (4 + turned)
 
 
 def _layer_bytes(model: ModelSpec, layer: LayerSpec, config: EngineConfig) -> int:

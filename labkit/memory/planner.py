@@ -241,6 +241,10 @@ def _cpu_notes(model: ModelSpec, config: EngineConfig) -> tuple[str, ...]:
     notes = list(model.notes)
     if any(layer.kind in ("sliding", "chunked") for layer in model.layers):
         notes.append("windows are exact by mask; blocks behind a window are not freed yet, so every layer counts fully")
+    if config.tensor_parallel_size > 1:
+        notes.append(
+            f"sizes are those of one of {config.tensor_parallel_size} ranks, which are processes of this machine"
+        )
     if config.kv_cache_dtype not in ("auto", config.dtype):
         notes.append("8-bit KV saves memory on a CPU, not time: it is read back into the compute type")
     return tuple(notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from labkit.errors import OutOfRangeError, UnsupportedError
+from labkit.memory.labkit_rules import check_shares
 from labkit.memory.rules import VersionRules
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
@@ -33,6 +34,7 @@ def resolve_config(model: ModelSpec, gpu: GpuSpec, config: EngineConfig, rules: 
     """
     max_model_len = config.max_model_len or model.max_position_embeddings
     if rules is None:
+        check_shares(model, config.tensor_parallel_size)
         seqs, tokens = _labkit_defaults(config)
         _check_kv_dtype(config)
     else:

@@ -91,10 +91,14 @@ def _norm_elements(model: ModelSpec) -> int:
     return {"layer": 2, "none": 0}.get(model.norm, 1) * model.hidden_size
 
 
+def vocabulary_rows(vocab_size: int, tp: int) -> int:
+    """Rows of one rank's share of the vocabulary, padded as vLLM pads it."""
+    return math.ceil(vocab_size / (VOCAB_PADDING * tp)) * VOCAB_PADDING
+
+
 def _vocabulary(model: ModelSpec, share: Sharing, part: str) -> WeightTensor:
-    padded = math.ceil(model.vocab_size / (VOCAB_PADDING * share.tp)) * VOCAB_PADDING
     hidden = model.hidden_size
-    return WeightTensor(part, model.vocab_size * hidden, padded * hidden, hidden)
+    return WeightTensor(part, model.vocab_size * hidden, vocabulary_rows(model.vocab_size, share.tp) * hidden, hidden)
 
 
 def _matrix(part: str, inputs: int, outputs: int, share: Sharing, divided: bool = True) -> WeightTensor:

@@ -13,6 +13,7 @@ from labkit.errors import UnsupportedError
 from labkit.models.attention import AttentionBackend
 from labkit.models.linear import Weight, project, project_few
 from labkit.models.moe import MoeWeights, route_tokens
+from labkit.models.ranks import ONE_RANK, Ranks
 from labkit.models.rope import RotaryTable
 from labkit.models.supported import check_supported
 from labkit.specs.model_spec import ModelSpec, RopeSpec
@@ -60,7 +61,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """Weights of one rank. `head` is the same tensor as `embedding` where they are tied."""
+    """Weights of one rank. `head` is the same tensor as `embedding` where they are tied.
+
+    Both are whole where one rank has the model, else the rank's share of `labkit.memory.tensors.vocabulary_rows` rows.
+    """
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -94,8 +98,7 @@ class Decoder:
     Args:
         spec: the model. Its head counts are of the whole model, also under tensor parallelism.
         weights: of this rank.
-        tp_size: ranks that share each layer.
-        all_reduce: sums a tensor over the ranks in place or anew; needed when `tp_size` is above 1.
+        ranks: the processes that share each layer, of which this is one.
 
     Raises:
         UnsupportedError: the spec has something that this network lacks; the message says what.
@@ -106,16 +109,15 @@ class Decoder:
         spec: ModelSpec,
         weights: DecoderWeights,
         *,
-        tp_size: int = 1,
-        all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         check_supported(spec)
         self.spec = spec
         self.weights = weights
-        self.tp_size = tp_size
+        self.ranks = ranks
+        self.tp_size = ranks.size
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        self._all_reduce = all_reduce
         self._activation = activation(spec.hidden_act)
         scale = torch.tensor(spec.hidden_size**0.5 if spec.scale_embeddings else 1.0, dtype=self.dtype)
         self.embedding_scale = float(scale)
@@ -155,7 +157,25 @@ class Decoder:
 
     def reduced(self, partial: torch.Tensor) -> torch.Tensor:
         """`partial` summed over the ranks that share a layer."""
-        return partial if self._all_reduce is None else self._all_reduce(partial)
+        return self.ranks.all_reduce(partial)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Embedding rows of int64 `[T]`, scaled as the model asks: `[T, hidden_size]`."""
+        table = self.weights.embedding
+        if self.tp_size == 1:
+            rows = F.embedding(token_ids, table)
+        else:
+            # A token that another rank has gives zeros here, and the sum over the ranks its row.
+            own = token_ids - self.ranks.rank * table.shape[0]
+            is_here = (own >= 0) & (own < table.shape[0])
+            rows = F.embedding(torch.where(is_here, own, 0), table)
+            rows = self.reduced(rows.mul_(is_here.unsqueeze(-1)))
+        return rows if self.embedding_scale == 1.0 else rows * self.embedding_scale
+
+    def whole_logits(self, part: torch.Tensor) -> torch.Tensor:
+        """`[rows, vocab_size]` from each rank's share of the vocabulary; without the rows that pad it."""
+        logits = self.ranks.all_gather(part)
+        return logits if logits.shape[1] == self.spec.vocab_size else logits[:, : self.spec.vocab_size].contiguous()
 
     @property
     def num_bytes(self) -> int:
@@ -176,9 +196,7 @@ class Decoder:
             positions: int64 `[T]`, below `max_positions`.
             attention: mixes the tokens within their sequences.
         """
-        hidden = F.embedding(token_ids, self.weights.embedding)
-        if self.embedding_scale != 1.0:
-            hidden = hidden * self.embedding_scale
+        hidden = self.embed(token_ids)
         rows = {id(table): table.rows(positions) for table in self._tables}
         for index, (layer, plan) in enumerate(zip(self.weights.layers, self._plans, strict=True)):
             rotation = rows[id(plan.table)] if plan.table is not None else None
@@ -188,7 +206,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of `hidden` (`[rows, hidden_size]`, from `forward`): float32 `[rows, vocab_size]`."""
-        logits = project_few(hidden, self.weights.head).float()
+        logits = self.whole_logits(project_few(hidden, self.weights.head)).float()
         cap = self.spec.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from labkit.errors import FileFormatError, OutOfRangeError
+from labkit.memory.labkit_rules import check_shares
+from labkit.memory.tensors import vocabulary_rows
 from labkit.models.awq_loading import AwqPart, AwqReader
 from labkit.models.decoder import Decoder, DecoderWeights, LayerWeights
 from labkit.models.hub import find_model_files
@@ -20,6 +23,7 @@ from labkit.models.linear import Weight, pack
 from labkit.models.moe import MoeWeights, stacked
 from labkit.models.quantization import engine_format
 from labkit.models.quantized import AwqMatrix, quantize_fp8
+from labkit.models.ranks import ONE_RANK, Ranks
 from labkit.models.supported import check_supported
 from labkit.models.weight_sources import DummySource, GgufSource, SafetensorsSource, WeightSource
 from labkit.specs.gguf import read_gguf
@@ -43,9 +47,7 @@ def load_model_weights(
     *,
     device: str | torch.device = "cpu",
     seed: int = 0,
-    tp_rank: int = 0,
-    tp_size: int = 1,
-    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ranks: Ranks = ONE_RANK,
     pack_weights: bool = True,
     quantization: str | None = None,
     dequantize: bool | None = None,
@@ -59,9 +61,8 @@ def load_model_weights(
         dtype: "float32", "float16", "bfloat16", or "auto" for the spec's.
         load_format: "auto" reads the weights, "dummy" makes random ones from `seed`.
         device: of the weights.
-        tp_rank, tp_size: this rank of so many that share each layer; Q heads and MLP columns are divided, KV heads
-            too, or repeated where there are fewer than ranks.
-        all_reduce: sum over the ranks, for `tp_size` above 1.
+        ranks: the processes that share each layer; Q heads, MLP columns and vocabulary are divided, KV heads too, or
+            repeated where there are fewer than ranks. Each process reads its own part.
         pack_weights: on the CPU, keep matrices in the order that makes products fast (`labkit.models.linear`).
         quantization: vLLM's word for the weight format; "fp8" quantises 16-bit weights while they are loaded.
         dequantize: keep the rounded values in `dtype` instead of the smaller format; None does so on a CPU, where
@@ -70,19 +71,19 @@ def load_model_weights(
     Raises:
         FileFormatError: no such source, or a tensor is missing, unexpected or of another shape; it is named.
         UnsupportedError: the decoder or the reader lacks something that the model has.
-        OutOfRangeError: heads or widths that `tp_size` does not divide, or a dtype or `quantization` that the model's
+        OutOfRangeError: heads or widths that the ranks do not divide, or a dtype or `quantization` that the model's
             files do not have.
     """
     check_supported(spec)
-    _check_parallel(spec, tp_rank, tp_size)
+    _check_parallel(spec, ranks.rank, ranks.size)
     fmt = engine_format(spec, quantization, load_format)
     target = torch.device(device)
     storage = _Storage(fmt, pack_weights, target.type == "cpu" if dequantize is None else dequantize)
     opened = _open(spec.replace(weight_format=fmt), source, load_format, seed)
     loader = _Loader(spec, opened, _torch_dtype(spec, dtype), target, storage)
-    weights = loader.weights(tp_rank, tp_size)
+    weights = loader.weights(ranks.rank, ranks.size)
     loader.check_all_used()
-    return Decoder(spec, weights, tp_size=tp_size, all_reduce=all_reduce)
+    return Decoder(spec, weights, ranks=ranks)
 
 
 def _open(spec: ModelSpec, source: str | os.PathLike[str] | None, load_format: str, seed: int) -> WeightSource:
@@ -116,17 +117,7 @@ def _torch_dtype(spec: ModelSpec, dtype: str | torch.dtype) -> torch.dtype:
 def _check_parallel(spec: ModelSpec, rank: int, size: int) -> None:
     if not 0 <= rank < size:
         raise OutOfRangeError(f"rank {rank} of {size} ranks", knob="tensor_parallel_size")
-    for layer in spec.layers:
-        kv_fits = layer.num_kv_heads % size == 0 or size % layer.num_kv_heads == 0
-        width = layer.intermediate_size or spec.intermediate_size
-        if layer.num_experts and spec.moe is not None:
-            width = spec.moe.intermediate_size
-        if layer.num_heads % size or not kv_fits or width % size:
-            raise OutOfRangeError(
-                f"{size} ranks do not divide {layer.num_heads} heads, {layer.num_kv_heads} KV heads and an MLP of "
-                f"{width}",
-                knob="tensor_parallel_size",
-            )
+    check_shares(spec, size)
 
 
 @dataclass(frozen=True)
@@ -183,14 +174,24 @@ class _Loader:
 
     def weights(self, rank: int, size: int) -> DecoderWeights:
         spec = self.spec
-        embedding = self.one("embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
+        embedding = self._vocabulary("embed_tokens.weight", rank, size)
         layers = tuple(
             _LayerLoader(self, layer, index, rank, size).weights() for index, layer in enumerate(spec.layers)
         )
         head: Weight = embedding
         if not spec.tie_word_embeddings and not spec.is_embedding:
-            head = self.storage.finish(self.one(self._head_name(), (spec.vocab_size, spec.hidden_size)), "lm_head")
+            head = self.storage.finish(self._vocabulary(self._head_name(), rank, size), "lm_head")
         return DecoderWeights(embedding, layers, self.norm("norm.weight", (spec.hidden_size,)), head)
+
+    def _vocabulary(self, name: str, rank: int, size: int) -> torch.Tensor:
+        """A matrix with a row for each token; the rank's rows of several, the last ones padded with zeros."""
+        shape = (self.spec.vocab_size, self.spec.hidden_size)
+        if size == 1:
+            return self.one(name, shape)
+        rows = vocabulary_rows(shape[0], size)
+        first, last = (min(start * rows, shape[0]) for start in (rank, rank + 1))
+        part = self.stack([(name, shape)], [(slice(first, last),)])
+        return F.pad(part, (0, 0, 0, rows - part.shape[0]))
 
     def _head_name(self) -> str:
         outer = self._prefix.removesuffix("model.")
@@ -222,8 +223,8 @@ class _Loader:
         for name, shape in parts:
             self._check(name, shape)
         if axis_slices:
-            pieces = [self._filled(name, shape)[cut] for (name, shape), cut in zip(parts, axis_slices, strict=True)]
-            return torch.cat(pieces).contiguous().to(self._device)
+            pieces = [self._part(name, shape, cut) for (name, shape), cut in zip(parts, axis_slices, strict=True)]
+            return torch.cat(pieces).to(self._device)
         rows = sum(shape[0] for _, shape in parts)
         out = torch.empty((rows, *parts[0][1][1:]), dtype=self.dtype, device=self._fill_device())
         start = 0
@@ -246,6 +247,14 @@ class _Loader:
     def _filled(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         out = torch.empty(shape, dtype=dtype or self.dtype, device=self._fill_device())
         self._source.fill(self._full(name), out)
+        return out
+
+    def _part(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> torch.Tensor:
+        """The slices `cut` of a tensor, of which only those are read where the source can."""
+        sizes = [len(range(*one.indices(size))) for one, size in zip(cut, shape, strict=False)]
+        out = torch.empty((*sizes, *shape[len(cut) :]), dtype=self.dtype, device=self._fill_device())
+        if out.numel():
+            self._source.fill_part(self._full(name), shape, cut, out)
         return out
 
     def _whole(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

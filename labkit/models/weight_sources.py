@@ -50,6 +50,18 @@ class WeightSource(Protocol):
         """Write tensor `name` into `out` (its shape, contiguous, CPU unless the source says otherwise)."""
         ...
 
+    def fill_part(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...], out: torch.Tensor) -> None:
+        """Write the slices `cut` of tensor `name`, which is of `shape`, into `out`."""
+        ...
+
+
+def _fill_from_whole(
+    source: WeightSource, name: str, shape: tuple[int, ...], cut: tuple[slice, ...], out: torch.Tensor
+) -> None:
+    whole = torch.empty(shape, dtype=out.dtype, device=out.device)
+    source.fill(name, whole)
+    out.copy_(whole[cut])
+
 
 class SafetensorsSource:
     """A folder with `model.safetensors`, or `model.safetensors.index.json` and the files that it names.
@@ -76,10 +88,17 @@ class SafetensorsSource:
 
     def fill(self, name: str, out: torch.Tensor) -> None:
         """See `WeightSource.fill`."""
+        self._read(name, (), out)
+
+    def fill_part(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...], out: torch.Tensor) -> None:
+        """See `WeightSource.fill_part`; the rest of the tensor is not read."""
+        self._read(name, cut, out)
+
+    def _read(self, name: str, cut: tuple[slice, ...], out: torch.Tensor) -> None:
         path = self._folder / self._files[name]
         try:
             with safe_open(path, framework="pt") as file:
-                tensor = file.get_tensor(name)
+                tensor = file.get_slice(name)[cut] if cut else file.get_tensor(name)
             if tensor.shape != out.shape:
                 raise FileFormatError(f"{plain(path, 200)} changed while it was read")
             out.copy_(tensor)
@@ -222,6 +241,10 @@ class GgufSource:
             return
         read_gguf_tensor(self._file, stored, out)
 
+    def fill_part(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...], out: torch.Tensor) -> None:
+        """See `WeightSource.fill_part`."""
+        _fill_from_whole(self, name, shape, cut, out)
+
     def _fill_permuted(self, stored: str, num_heads: int, out: torch.Tensor) -> None:
         """Rows (2 i, 2 i + 1) of a head are its i-th rotated pair in the file, and i and i + head_dim / 2 here."""
         tensor = self._file.tensors[stored]
@@ -274,6 +297,10 @@ class DummySource:
             return
         scale = 0.02 if name.endswith("embed_tokens.weight") else 1 / math.sqrt(out.shape[-1])
         out.normal_(0.0, scale, generator=generator)
+
+    def fill_part(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...], out: torch.Tensor) -> None:
+        """See `WeightSource.fill_part`; the values are those of the whole tensor."""
+        _fill_from_whole(self, name, shape, cut, out)
 
     def _fill_awq(self, name: str, out: torch.Tensor, generator: torch.Generator) -> None:
         """Evenly spread 4-bit numbers around the zero point 8, as wide as the 16-bit weights would be."""

@@ -37,7 +37,7 @@ def test_each_vllm_flag_that_is_no_knob_is_refused_by_name(flag):
 @pytest.mark.parametrize(
     ("changes", "error", "named"),
     [
-        ({"tensor_parallel_size": 2}, UnsupportedError, "tensor_parallel_size = 2"),
+        ({"tensor_parallel_size": 3}, OutOfRangeError, "3 ranks do not divide 16 heads"),
         ({"pipeline_parallel_size": 2}, UnsupportedError, "pipeline_parallel_size = 2"),
         ({"data_parallel_size": 4}, UnsupportedError, "data_parallel_size = 4"),
         ({"enable_expert_parallel": True}, UnsupportedError, "enable_expert_parallel = True"),
@@ -59,8 +59,8 @@ def test_knobs_of_the_engine_are_refused_before_a_worker_starts(changes, error, 
 
 
 def test_all_lacking_knobs_are_in_one_message():
-    plan = make_plan(load_model(MODEL), load_gpu("H200"), EngineConfig(tensor_parallel_size=2, data_parallel_size=2))
-    with pytest.raises(UnsupportedError, match="tensor_parallel_size = 2, data_parallel_size = 2"):
+    plan = make_plan(load_model(MODEL), load_gpu("H200"), EngineConfig(pipeline_parallel_size=2, data_parallel_size=2))
+    with pytest.raises(UnsupportedError, match="pipeline_parallel_size = 2, data_parallel_size = 2"):
         check_knobs(plan)
 
 

@@ -19,7 +19,7 @@ from labkit.models.quantization import engine_format
 from labkit.models.quantized import AwqMatrix, Fp8Matrix, quantize_fp8
 from labkit.specs.model_loading import load_model
 from labkit.specs.model_spec import WeightFormat
-from tests.models.test_tensor_parallel import ThreadSum
+from tests.models.test_tensor_parallel import ThreadRanks
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -159,15 +159,12 @@ def test_awq_logits_equal_transformers_over_the_stored_weights(name, group, tmp_
 def test_awq_ranks_together_equal_one(name, group, tmp_path, one_thread):
     model = random_model(name)
     save_awq(model, tmp_path, group)
-    spec, sums = load_model(tmp_path), ThreadSum(2)
-    ranks = [
-        load_model_weights(
-            spec, tmp_path, "float32", tp_rank=rank, tp_size=2, all_reduce=sums.rank(rank), dequantize=False
-        )
-        for rank in range(2)
+    spec, ranks = load_model(tmp_path), ThreadRanks(2)
+    decoders = [
+        load_model_weights(spec, tmp_path, "float32", ranks=ranks.of(rank), dequantize=False) for rank in range(2)
     ]
     with ThreadPoolExecutor(2) as pool:
-        for logits in pool.map(logits_of, ranks):
+        for logits in pool.map(logits_of, decoders):
             assert_near(logits, expected_logits(model))
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from labkit.errors import FileFormatError, OutOfRangeError, UnsupportedError
 from labkit.models import DenseAttention, load_model_weights
+from labkit.models.ranks import OneRank
 from labkit.models.weight_sources import SafetensorsSource
 from labkit.specs.gguf_spec import model_from_gguf
 from labkit.specs.model_loading import load_model
@@ -191,7 +192,7 @@ def test_no_weights_and_pickles(folder):
         load_model_weights(load_model(folder), folder / "missing")
 
 
-@pytest.mark.parametrize("options", [{"load_format": "pt"}, {"tp_size": 3}, {"tp_rank": 1}])
+@pytest.mark.parametrize("options", [{"load_format": "pt"}, {"ranks": OneRank(0, 3)}, {"ranks": OneRank(1, 1)}])
 def test_wrong_options(folder, options):
     with pytest.raises(OutOfRangeError):
         load(folder, **options)
