@@ -64,6 +64,9 @@ class LabSession:
         memory_limit_bytes: address space of the worker, None for no limit.
         runner: carries out the runs; by default a worker process of this machine.
 
+    Attributes:
+        counted_steps: decode steps to count with the card's counters after each run that names no options.
+
     Raises:
         LabkitError: something of these cannot be read; says what.
     """
@@ -86,6 +89,7 @@ class LabSession:
         self.workload = workload if isinstance(workload, Workload) or workload is None else load_workload(workload)
         self.config = config or _default_config(self.gpu)
         self.store = store if isinstance(store, RunStore) else RunStore(store)
+        self.counted_steps = 0
         self._records: list[RunRecord] = []
         self._runner = runner or LocalRunner(Worker(num_threads=num_threads, memory_limit_bytes=memory_limit_bytes))
         self._cancel = threading.Event()
@@ -217,7 +221,7 @@ class LabSession:
         check_cards(self.gpu, config)
         if plan.verdict == "does not fit":
             raise _does_not_fit(plan)
-        return RunJob(plan, workload, self.source, options or RunOptions())
+        return RunJob(plan, workload, self.source, options or RunOptions(counted_steps=self.counted_steps))
 
     def _carry_out(self, job: RunJob, log: _RunLog, ended: list[RunRecord], tell: OnEvent) -> RunRecord:
         try:

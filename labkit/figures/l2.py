@@ -11,7 +11,7 @@ from labkit import format as fmt
 from labkit.figures.frame import empty, position, row_of_plots
 from labkit.figures.palette import BASELINE, get_theme, label, pattern
 from labkit.figures.tables import Table, make_table
-from labkit.measure.run_record import RunRecord
+from labkit.measure.run_record import Counters, RunRecord
 from labkit.text import plain
 
 # Below this share of hits, the caption says why there are so few.
@@ -20,7 +20,7 @@ NEAR_ZERO = 0.02
 
 @dataclass(frozen=True)
 class L2Bar:
-    """One run's counters; `method` begins with "measured" or "simulated"."""
+    """One run's counters; `method` begins with "measured" or "simulated", `scope` says what was looked at."""
 
     run_id: str
     name: str
@@ -28,6 +28,7 @@ class L2Bar:
     card: str
     l2_hit_rate: float
     dram_bytes_per_s: float
+    scope: str = ""
 
     @property
     def is_measured(self) -> bool:
@@ -44,12 +45,13 @@ class L2Info:
 
 
 def get_l2_info(records: Sequence[RunRecord]) -> L2Info:
-    """The counters of every run that has them."""
+    """The counters of every run that has them: of the attention, and of the whole step where that was measured."""
     bars = tuple(
-        L2Bar(record.run_id, record.name, record.counters.method, record.counters.card, record.counters.l2_hit_rate,
-              record.counters.dram_bytes_per_s)
+        L2Bar(record.run_id, record.name, found.method, found.card, found.l2_hit_rate, found.dram_bytes_per_s,
+              found.scope)
         for record in records
-        if record.counters is not None
+        for found in (record.counters, record.step_counters)
+        if found is not None
     )  # fmt: skip
     peaks = {record.gpu.mem_bandwidth_bytes_per_s for record in records
              if record.counters is not None and record.counters.card == record.gpu.name}  # fmt: skip
@@ -64,7 +66,7 @@ def draw_l2(info: L2Info, theme: str = "light", narrow: bool = False) -> go.Figu
     figure = row_of_plots(theme, ("L2 hit rate", "DRAM reads"), narrow=narrow, spacing=0.12)
     left, right = position(0, narrow), position(1, narrow)
     divisor, unit = fmt.bandwidth_scale(max(bar.dram_bytes_per_s for bar in info.bars))
-    names = [f"{label(bar.name, 24)}<br>{bar.method.split(' ')[0]}" for bar in info.bars]
+    names = [f"{label(bar.name, 24)}<br>{_kind(bar)}" for bar in info.bars]
     hatch = pattern(["" if bar.is_measured else "." for bar in info.bars], style.color)
     common = {
         "x": names,
@@ -95,7 +97,22 @@ def draw_l2(info: L2Info, theme: str = "light", narrow: bool = False) -> go.Figu
 def _hover(bar: L2Bar) -> str:
     return (
         f"<b>{label(bar.name)}</b><br>L2 hit rate {fmt.share(bar.l2_hit_rate, 1)} at "
-        f"{fmt.bandwidth(bar.dram_bytes_per_s)}<br>{label(bar.method, 120)}<br>{label(bar.card)}"
+        f"{fmt.bandwidth(bar.dram_bytes_per_s)}<br>{label(bar.scope, 120)}<br>{label(bar.method, 120)}"
+        f"<br>{label(bar.card)}"
+    )
+
+
+def _kind(bar: L2Bar) -> str:
+    """The words under a bar; a whole step is told from its attention."""
+    return f"{bar.method.split(' ')[0]}{', whole step' if 'all kernels' in bar.scope else ''}"
+
+
+def sentence(counters: Counters) -> str:
+    """One run's counters in words: hit rate, bandwidth, what was looked at, and how."""
+    scope = f" ({plain(counters.scope, 80)})" if counters.scope else ""
+    return (
+        f"L2 hit rate {fmt.share(counters.l2_hit_rate, 1)} at {fmt.bandwidth(counters.dram_bytes_per_s)} from "
+        f"DRAM{scope}: {plain(counters.method, 80)}, {plain(counters.card, 40)}."
     )
 
 
@@ -130,7 +147,7 @@ def caption(info: L2Info) -> str:
 def table(info: L2Info) -> Table:
     """One row a run."""
     rows = [
-        [bar.name, fmt.share(bar.l2_hit_rate, 1), fmt.bandwidth(bar.dram_bytes_per_s), bar.method, bar.card]
+        [bar.name, fmt.share(bar.l2_hit_rate, 1), fmt.bandwidth(bar.dram_bytes_per_s), bar.scope, bar.method, bar.card]
         for bar in info.bars
     ]
-    return make_table(["run", "L2 hit rate", "DRAM reads", "method", "card"], rows, "Cache and DRAM")
+    return make_table(["run", "L2 hit rate", "DRAM reads", "of what", "method", "card"], rows, "Cache and DRAM")

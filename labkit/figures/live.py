@@ -1,4 +1,4 @@
-"""A run while it runs: output tokens a second, running and waiting requests, KV use."""
+"""A run while it runs: output tokens a second, running and waiting requests, KV use, memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from labkit import format as fmt
 from labkit.figures.frame import empty, panels
+from labkit.figures.memory_timeline import TITLES, drawn
 from labkit.figures.palette import get_theme
 from labkit.figures.thinning import MAX_POINTS, Thinned, thin
 
@@ -36,12 +37,16 @@ class LiveSeries:
 
 @dataclass(frozen=True)
 class LiveInfo:
-    """What a running run shows; shares in 0 to 1, times in seconds from the start of the run."""
+    """What a running run shows; shares in 0 to 1, times in seconds from the start of the run.
+
+    `memory` are bytes by field of `MemorySample`, of what is measured here.
+    """
 
     tokens_per_s: Thinned
     running: Thinned
     waiting: Thinned
     kv_share: Thinned
+    memory: tuple[tuple[str, Thinned], ...] = ()
 
     def last(self, name: str) -> float | None:
         """The newest value of a series, None before the first step."""
@@ -53,7 +58,9 @@ class LiveRun:
     """Collects step events; `info()` is what to draw. Cost and size do not grow with the length of the run."""
 
     def __init__(self, limit: int = MAX_POINTS) -> None:
+        self._limit = limit
         self._series = {name: LiveSeries(limit) for name in ("tokens_per_s", "running", "waiting", "kv_share")}
+        self._memory: dict[str, LiveSeries] = {}
 
     def add(self, event: Mapping[str, Any]) -> None:
         """One "step" event of a run: time, output rate since the last one, requests and blocks at that moment."""
@@ -62,17 +69,22 @@ class LiveRun:
         self._series["running"].add(time_s, event["num_running"])
         self._series["waiting"].add(time_s, event["num_waiting"])
         self._series["kv_share"].add(time_s, event["num_blocks_used"] / num_blocks if num_blocks else 0.0)
+        for field, value in event.get("memory", {}).items():
+            if field in TITLES and value is not None:
+                self._memory.setdefault(field, LiveSeries(self._limit)).add(time_s, value)
 
     def info(self) -> LiveInfo:
         """The picture so far."""
-        return LiveInfo(**{name: series.now() for name, series in self._series.items()})
+        memory = tuple((field, self._memory[field].now()) for field in TITLES if field in self._memory)
+        return LiveInfo(**{name: series.now() for name, series in self._series.items()}, memory=memory)
 
 
 def draw_live(info: LiveInfo, theme: str = "light") -> go.Figure:
-    """Three plots on one time axis."""
+    """Three plots on one time axis, and memory as a fourth where it is measured."""
     if not info.running.x:
         return empty(theme, "press Run: tokens a second, requests and KV use appear here while the run goes on", 360)
-    figure = panels(theme, (), rows=3, cols=1, height=360, shared_xaxes=True, vertical_spacing=0.08)
+    rows = 4 if info.memory else 3
+    figure = panels(theme, (), rows=rows, cols=1, height=120 * rows, shared_xaxes=True, vertical_spacing=0.24 / rows)
     first, second, third = get_theme(theme).lines[:3]
     series = (("output tok/s", "tokens_per_s", first, 1, 1), ("running", "running", first, 2, 1),
               ("waiting", "waiting", second, 2, 1), ("KV use", "kv_share", third, 3, 100))  # fmt: skip
@@ -94,9 +106,33 @@ def draw_live(info: LiveInfo, theme: str = "light") -> go.Figure:
     for row, title in enumerate(("output tok/s", "requests", "KV use (%)"), start=1):
         figure.update_yaxes(title_text=title, rangemode="tozero", row=row, col=1)
     figure.update_yaxes(range=[0, 104], row=3, col=1)
-    figure.update_xaxes(title_text="time (s)", row=3, col=1)
-    figure.update_layout(margin={"t": 16}, legend={"y": 0.64, "x": 1, "xanchor": "right"})
+    if info.memory:
+        _add_memory(figure, info, theme)
+    figure.update_xaxes(title_text="time (s)", row=rows, col=1)
+    figure.update_layout(margin={"t": 16}, legend={"y": 1 - 1.08 / rows, "x": 1, "xanchor": "right"})
     return figure
+
+
+def _add_memory(figure: go.Figure, info: LiveInfo, theme: str) -> None:
+    """The fourth plot; its legend stands over it."""
+    lines = drawn(info.memory)
+    divisor, unit = fmt.memory_scale(max(max(points.y) for _, points in lines))
+    for (field, points), style in zip(lines, get_theme(theme).lines, strict=False):
+        figure.add_trace(
+            go.Scatter(
+                name=TITLES[field],
+                mode="lines",
+                legend="legend2",
+                x=points.x,
+                y=[value / divisor for value in points.y],
+                line={"color": style.color, "dash": style.dash, "width": 2},
+                hovertemplate="%{x:.2f} s: %{y:,.4g} " + unit + "<extra>" + TITLES[field] + "</extra>",
+            ),
+            row=4,
+            col=1,
+        )
+    figure.update_yaxes(title_text=f"memory ({unit})", rangemode="tozero", row=4, col=1)
+    figure.update_layout(legend2={"orientation": "h", "y": 0.2, "yanchor": "bottom", "x": 1, "xanchor": "right"})
 
 
 def caption(info: LiveInfo) -> str:
@@ -106,5 +142,13 @@ def caption(info: LiveInfo) -> str:
     notice = f" {info.running.notice.capitalize()}." if info.running.notice else ""
     return (
         f"{fmt.rate(info.last('tokens_per_s'))} of output, {fmt.count(info.last('running'))} running, "
-        f"{fmt.count(info.last('waiting'))} waiting, KV {fmt.share(info.last('kv_share'), 1)}.{notice}"
+        f"{fmt.count(info.last('waiting'))} waiting, KV {fmt.share(info.last('kv_share'), 1)}{_memory(info)}.{notice}"
     )
+
+
+def _memory(info: LiveInfo) -> str:
+    """The largest memory that is measured: the card's, else the worker's."""
+    if not info.memory:
+        return ""
+    field, points = info.memory[0]
+    return f", {TITLES[field]} {fmt.memory(points.y[-1])}"

@@ -61,7 +61,7 @@ class Panel(ipw.VBox):
         self.advice_lines = [TextLine(classes=("lk-advice",)) for _ in range(MAX_ADVICE)]
         config = config or getattr(session, "config", None) or EngineConfig()
         self.knob_set = KnobSet(config, is_cpu=session.gpu.is_cpu, on_change=self._replan)
-        self.pictures, self.run_bar = Pictures(), RunBar()
+        self.pictures, self.run_bar = Pictures(), RunBar(can_count=getattr(session, "runs_on_card", False))
         self.runs = DataTable(
             classes=("lk-runs",), selectable=True, empty_text="No run yet: press Run to try these settings."
         )
@@ -102,6 +102,8 @@ class Panel(ipw.VBox):
         pictures.chart.on_run_click(self.choose)
         self.runs.observe(self._row_chosen, "selected")
         self.screen.observe(self._relook, ["theme", "narrow"])
+        bar.counted_steps.observe(self._count_steps, "value")
+        self.session.counted_steps = bar.counted_steps.value
         self.answer.on_press(lambda _: self.apply(0))
         for index, line in enumerate(self.advice_lines, start=1):
             line.on_press(partial(self._apply_pressed, index))
@@ -208,6 +210,9 @@ class Panel(ipw.VBox):
     def run(self) -> None:
         """Run the settings as they stand."""
         self._start([self.config])
+
+    def _count_steps(self, change: dict[str, Any]) -> None:
+        self.session.counted_steps = change["new"]
 
     def sweep(self) -> None:
         """Run the chosen knob's values one after another."""

@@ -11,6 +11,8 @@ import ipywidgets as ipw
 
 from labkit import format as fmt
 from labkit.errors import LabkitError, OutOfRangeError
+from labkit.experiments.run import MAX_COUNTED_STEPS
+from labkit.figures import l2
 from labkit.measure.summary import summarize
 from labkit.specs.engine_config import EngineConfig
 from labkit.text import plain
@@ -27,12 +29,17 @@ SWEEPS = {
     "enable_chunked_prefill": "on, off",
 }
 MAX_SWEEP = 50
+DEFAULT_COUNTED_STEPS = 3
 
 
 class RunBar:
-    """Buttons and lines; what they do is connected by the panel."""
+    """Buttons and lines; what they do is connected by the panel.
 
-    def __init__(self) -> None:
+    Args:
+        can_count: runs are on a card, whose counters can be asked for.
+    """
+
+    def __init__(self, can_count: bool = False) -> None:
         self.run = ipw.Button(description="Run", button_style="primary")
         self.cancel = ipw.Button(description="Cancel", disabled=True)
         self.sweep = ipw.Button(description="Sweep")
@@ -45,12 +52,19 @@ class RunBar:
         self.pin = ipw.Button(description="Pin as baseline")
         self.status = TextLine(role="status")
         self.command_line = TextLine(classes=("lk-command",))
+        self.counted_steps = ipw.BoundedIntText(
+            value=DEFAULT_COUNTED_STEPS if can_count else 0, min=0, max=MAX_COUNTED_STEPS,
+            description="counted steps", style={"description_width": "initial"},
+            tooltip="decode steps to count with the card's counters after the timed ones",
+        )  # fmt: skip
+        self._can_count = can_count
         self.sweep_knob.observe(self._prefill, "value")
 
     def view(self) -> ipw.VBox:
         """Buttons in a row that wraps, the lines below."""
-        row = ipw.Box([self.run, self.cancel, self.sweep, self.sweep_knob, self.sweep_text, self.report, self.command,
-                       self.settings, self.pin])  # fmt: skip
+        counted = [self.counted_steps] if self._can_count else []
+        row = ipw.Box([self.run, self.cancel, *counted, self.sweep, self.sweep_knob, self.sweep_text, self.report,
+                       self.command, self.settings, self.pin])  # fmt: skip
         row.add_class("lk-bar")
         column = ipw.VBox([row, self.status, self.command_line])
         column.add_class("lk-column")
@@ -107,7 +121,9 @@ class RunBar:
             self.status.say(f"Cancelled; {fmt.count(steps)} steps are kept.", "warn", role="status")
         else:
             runs = "1 run" if len(outcome.records) == 1 else f"{len(outcome.records)} runs"
-            self.status.say(f"{runs} finished{_numbers(outcome)}.", role="status")
+            counted, notes = _counted(outcome)
+            words = f"{runs} finished{_numbers(outcome)}.{counted}"
+            self.status.say(words, role="status", details=notes, summary="why it was not measured" if notes else "")
 
     def show_command(self, make: Callable[[], str]) -> None:
         """The command in a line that can be copied; or why there is none."""
@@ -151,3 +167,11 @@ def _numbers(outcome: Outcome) -> str:
     numbers = summarize(outcome.records[0])
     first = f", first token {fmt.duration(numbers.ttft_s.p95)} at p95" if numbers.ttft_s else ""
     return f" in {fmt.duration(numbers.duration_s)}: {fmt.rate(numbers.output_tokens_per_s)}{first}"
+
+
+def _counted(outcome: Outcome) -> tuple[str, str]:
+    """Cache and DRAM of a single run with their method, and why a better method did not count."""
+    counters = outcome.records[0].counters if len(outcome.records) == 1 else None
+    if counters is None:
+        return "", ""
+    return f" {l2.sentence(counters)}", "\n".join(outcome.records[0].counter_notes)

@@ -28,6 +28,7 @@ class SessionLike(Protocol):
     model: Any
     gpu: Any
     workload: Any
+    counted_steps: int
 
     def plan(self, config: EngineConfig) -> MemoryPlan:
         """The memory plan of a configuration."""
@@ -194,7 +195,7 @@ class RunControl:
 
 
 _PHASES = {"load": "loading the weights", "configure": "allocating the KV pool", "run": "running",
-           "measure memory": "measuring memory"}  # fmt: skip
+           "measure memory": "measuring memory", "count steps": "counting steps"}  # fmt: skip
 
 
 def _phase(name: object) -> str:

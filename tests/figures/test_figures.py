@@ -226,6 +226,19 @@ def test_a_hit_rate_never_stands_without_bandwidth_and_method():
     assert "Near zero" not in l2.caption(info)
 
 
+def test_a_whole_step_stands_beside_its_attention():
+    attention = Counters("measured (CUPTI range profiler)", "H200", 0.01, 1e9, 4e12, 1e-3, "attention of a step")
+    step = Counters("measured (CUPTI range profiler)", "H200", 0.4, 9e9, 3e12, 3e-3, "a step, all kernels")
+    info = l2.get_l2_info([dataclasses.replace(sample_record(), counters=attention, step_counters=step)])
+    assert [bar.scope for bar in info.bars] == ["attention of a step", "a step, all kernels"]
+    names = l2.draw_l2(info).data[0].x
+    assert names[0].endswith("<br>measured")
+    assert names[1].endswith("<br>measured, whole step")
+    assert l2.sentence(attention) == (
+        "L2 hit rate 1.0 % at 4.00 TB/s from DRAM (attention of a step): measured (CUPTI range profiler), H200."
+    )
+
+
 def test_few_hits_are_explained_and_a_simulated_bandwidth_is_called_a_bound():
     counters = Counters("simulated (LRU)", "H100 SXM", 0.0, 3.2e9, 3.17e12, 0.001)
     text = l2.caption(l2.get_l2_info([dataclasses.replace(sample_record(), counters=counters)]))

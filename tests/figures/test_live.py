@@ -24,6 +24,19 @@ def test_events_become_the_four_series():
     assert list(draw_live(info).data[-1].y) == [25.0, 50.0]
 
 
+def test_memory_is_a_fourth_plot_where_it_is_measured():
+    memory = {"time_s": 0.5, "kv_used_bytes": 2**30, "reserved_bytes": 3 * 2**30, "device_used_bytes": None}
+    run = LiveRun()
+    run.add({**event(0.5), "memory": memory})
+    info = run.info()
+    assert [field for field, _ in info.memory] == ["reserved_bytes", "kv_used_bytes"]
+    figure = draw_live(info)
+    assert [trace.name for trace in figure.data[-2:]] == ["reserved by torch", "KV that requests hold"]
+    assert [list(trace.y) for trace in figure.data[-2:]] == [[3.0], [1.0]]
+    assert figure.layout.yaxis4.title.text == "memory (GiB)"
+    assert caption(info).endswith("KV 25 %, reserved by torch 3.00 GiB.")
+
+
 def test_before_the_first_event_there_is_a_sentence():
     info = LiveRun().info()
     assert caption(info) == "No step yet."

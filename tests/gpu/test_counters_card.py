@@ -15,6 +15,8 @@ from labkit.measure.counters import CORE_METRICS, METRICS, OCCUPANCY, counters
 from labkit.measure.kernel_launches import CardCounter
 from labkit.measure.nvml_sampler import NvmlSampler
 from labkit.measure.roofline import card_ceilings
+from labkit.specs import load_model, synthetic_workload
+from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_loading import load_gpu
 
 
@@ -25,7 +27,7 @@ def gpu():
 
 @pytest.fixture(scope="module")
 def counter():
-    return CardCounter()
+    return CardCounter(validate_l2.REPEATS)
 
 
 def count(counter, gpu, variant="full", batch=None, **shape):
@@ -42,10 +44,18 @@ def test_decode_reads_every_byte_once(counter, gpu):
     assert found.method == "measured (CUPTI range profiler)"
 
 
-def test_a_program_for_each_query_head_hits_three_quarters(counter, gpu):
+def test_a_program_for_each_query_head_reads_no_more_from_dram(counter, gpu):
+    """Four programs ask for each byte of 1.07 GB; some of their reads are one before they reach the L2."""
     found = count(counter, gpu, "one program for each query head").counters
-    assert found.l2_hit_rate == pytest.approx(0.75, abs=0.03)
     assert found.dram_bytes == pytest.approx(64 * 4096 * 8 * 512, rel=0.03)
+    assert 1.2 * found.dram_bytes < found.l2_read_bytes < 4.01 * found.dram_bytes
+    assert found.l2_hit_rate <= 0.76
+
+
+@pytest.mark.parametrize("variant", ["full", "one program for each query head"])
+def test_what_misses_comes_from_dram(counter, gpu, variant):
+    found = count(counter, gpu, variant).counters
+    assert found.l2_read_bytes * (1 - found.l2_hit_rate) == pytest.approx(found.dram_bytes, rel=0.05)
 
 
 def test_all_metrics_are_there(counter, gpu):
@@ -72,10 +82,10 @@ def test_a_second_profiler_is_refused_in_one_line(gpu):
     assert all("\n" not in note for note in counting.result.notes)
 
 
-@pytest.mark.parametrize("name", validate_l2.NCU_POINTS[:2])
+@pytest.mark.parametrize("name", validate_l2.NCU_POINTS[1:2])
 def test_both_methods_agree(counter, gpu, name):
     point = next(each for each in validate_l2.points() if each.name == name)
-    here = count(counter, gpu, point.variant, batch=point.shape.batch).counters
+    here = counter.count(point.shape, gpu, point.variant).counters
     other = validate_l2.count_with_ncu(gpu.name, name)
     if other.counters is None:
         pytest.skip(f"ncu does not count here: {other.notes}")
@@ -108,6 +118,46 @@ def test_nvml_while_the_card_works(gpu):
     assert summary.num_samples >= 3
     assert summary.energy_j is None or summary.energy_j > 0
     assert summary.max_memory_used_bytes is None or summary.max_memory_used_bytes > x.nbytes
+
+
+@pytest.fixture(scope="module")
+def record(gpu, tmp_path_factory):
+    """A run of a session in a worker of its own, with three counted steps."""
+    pytest.importorskip("sqlalchemy", reason="the run store needs SQLAlchemy")
+    from labkit.experiments.lab_session import LabSession
+    from labkit.experiments.run import RunOptions
+
+    config = EngineConfig(load_format="dummy", max_model_len=2048, max_num_seqs=64, gpu_memory_utilization=0.3)
+    workload = synthetic_workload(96, input_lengths=512, output_lengths=128, seed=1)
+    store = tmp_path_factory.mktemp("runs") / "runs.sqlite3"
+    torch.cuda.empty_cache()
+    with LabSession(load_model("Qwen/Qwen3-0.6B"), gpu, workload, config=config, store=store) as session:
+        return session.run(options=RunOptions(arrival_scale=0, counted_steps=3))
+
+
+def test_steps_of_a_run_are_counted(record):
+    if record.counters is None or not record.counters.method.startswith("measured"):
+        pytest.skip(f"this card does not let count: {record.counter_notes}")
+    assert record.counters.method == record.step_counters.method == "measured (CUPTI range profiler)"
+    least = min(row.input_tokens for row in record.requests) * record.plan.block_bytes // record.plan.config.block_size
+    running = int(record.counters.scope.split(" of ")[2].split()[0])
+    assert 1.0 < record.counters.dram_bytes / (running * least) < 1.3
+    weights = record.measured.weights_bytes
+    assert record.step_counters.dram_bytes > 0.9 * (record.counters.dram_bytes + weights)
+    assert record.step_counters.kernel_time_s > record.counters.kernel_time_s
+
+
+def test_memory_and_power_of_a_run(record):
+    assert len(record.memory_timeline) >= 3
+    last = record.memory_timeline[-1]
+    assert last.allocated_bytes <= last.active_bytes <= last.reserved_bytes < last.device_used_bytes
+    assert record.nvml.energy_j == record.energy_j > 0
+    assert record.nvml.max_power_w > 50
+
+
+def test_the_parts_sum_to_what_nvml_says(record):
+    parts, used = record.measured.parts(), record.nvml.max_memory_used_bytes
+    assert record.measured.used_bytes == pytest.approx(used, rel=0.01), parts
 
 
 def test_ceilings_are_near_the_data_sheet(gpu):

@@ -431,3 +431,23 @@ def test_moving_several_knobs_is_one_change(make_panel):
     panel.knob_set.undo()
     assert configs[-1] == EngineConfig()
     assert len(configs) == 2
+
+
+def test_steps_to_count_are_asked_for_on_a_card_only(make_panel):
+    panel = make_panel()
+    assert panel.session.counted_steps == 0
+    bar = panel.run_bar.view().children[0]
+    assert panel.run_bar.counted_steps not in bar.children
+    session = FakeSession()
+    session.runs_on_card = True
+    on_card = make_panel(session)
+    assert on_card.session.counted_steps == on_card.run_bar.counted_steps.value == 3
+    on_card.run_bar.counted_steps.value = 5
+    assert on_card.session.counted_steps == 5
+
+
+def test_the_last_runs_hit_rate_stands_with_bandwidth_and_method(make_panel):
+    panel = make_panel()
+    panel.run()
+    assert panel.wait(20)
+    assert "L2 hit rate 41 % at 180 GB/s from DRAM: simulated" in panel.run_bar.status.text

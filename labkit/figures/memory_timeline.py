@@ -1,0 +1,133 @@
+"""Memory over the time of one run: KV that requests hold, torch's allocator, and the card as NVML sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from labkit import format as fmt
+from labkit.figures.frame import empty, frame
+from labkit.figures.palette import BASELINE, get_theme
+from labkit.figures.tables import Table, make_table
+from labkit.figures.thinning import Thinned, thin
+from labkit.measure.run_record import MemorySample, RunRecord
+
+# Drawn from the whole to its parts; a run on a CPU has the first and the last only.
+TITLES = {
+    "device_used_bytes": "card in use (NVML)",
+    "reserved_bytes": "reserved by torch",
+    "allocated_bytes": "in tensors",
+    "process_bytes": "worker process",
+    "kv_used_bytes": "KV that requests hold",
+}
+TABLE_ONLY = {
+    "active_bytes": "in tensors or waiting for a stream",
+    "unused_split_bytes": "free inside torch's segments",
+    "other_processes_bytes": "other processes on the card",
+}
+
+
+@dataclass(frozen=True)
+class MemoryTimelineInfo:
+    """Series over seconds, in bytes, by field of `MemorySample`; those that nobody measured are not there.
+
+    Attributes:
+        total_bytes: of the card, or the budget of a run on a CPU.
+    """
+
+    name: str
+    series: tuple[tuple[str, Thinned], ...]
+    total_bytes: int
+
+    def get(self, field: str) -> Thinned | None:
+        """The series of a field, None where it was not measured."""
+        return dict(self.series).get(field)
+
+
+def get_memory_timeline_info(record: RunRecord | None) -> MemoryTimelineInfo:
+    """The series of `record`."""
+    if record is None:
+        return MemoryTimelineInfo("", (), 0)
+    series = memory_series(record.memory_timeline)
+    return MemoryTimelineInfo(record.name, series, record.plan.breakdown.total_bytes)
+
+
+def memory_series(samples: Sequence[MemorySample]) -> tuple[tuple[str, Thinned], ...]:
+    """What `samples` have, by field. On a card the process is what NVML says of it, which is not drawn."""
+    found = []
+    for field in (*TITLES, *TABLE_ONLY):
+        known = [sample for sample in samples if getattr(sample, field) is not None]
+        if known:
+            times, values = [sample.time_s for sample in known], [getattr(sample, field) for sample in known]
+            found.append((field, thin(times, values)))
+    return tuple(found)
+
+
+def drawn(series: Sequence[tuple[str, Thinned]]) -> list[tuple[str, Thinned]]:
+    """The series to draw: of the process only where nothing is known of a card."""
+    on_card = any(field == "reserved_bytes" for field, _ in series)
+    return [(field, points) for field, points in series
+            if field in TITLES and not (on_card and field == "process_bytes")]  # fmt: skip
+
+
+def draw_memory_timeline(info: MemoryTimelineInfo, theme: str = "light") -> go.Figure:
+    """One line for each series, and the total."""
+    if not info.series:
+        return empty(theme, "no memory was recorded: the run has not begun, or ended before its first step")
+    colors = get_theme(theme)
+    divisor, unit = fmt.memory_scale(info.total_bytes)
+    figure = frame(theme, 380)
+    for (field, points), style in zip(drawn(info.series), colors.lines, strict=False):
+        figure.add_trace(
+            go.Scatter(
+                name=TITLES[field],
+                mode="lines",
+                x=points.x,
+                y=[value / divisor for value in points.y],
+                line={"color": style.color, "dash": style.dash, "width": 2},
+                hovertemplate="%{x:.2f} s: %{y:,.4g} " + unit + "<extra>" + TITLES[field] + "</extra>",
+            )
+        )
+    figure.add_hline(y=info.total_bytes / divisor, line={"color": BASELINE, "dash": "dash", "width": 1.5},
+                     annotation={"text": f"total {fmt.memory(info.total_bytes)}", "yanchor": "bottom",
+                                 "font": {"color": colors.muted}})  # fmt: skip
+    highest = max(info.total_bytes, *(max(points.y) for _, points in info.series))
+    figure.update_yaxes(title_text=f"memory ({unit})", range=[0, 1.1 * highest / divisor])
+    figure.update_xaxes(title_text="time (s)")
+    figure.update_layout(
+        margin={"t": 64}, legend={"entrywidth": 0.5, "entrywidthmode": "fraction", "font": {"size": 11}}
+    )
+    return figure
+
+
+def plot_memory_timeline(record: RunRecord | None, theme: str = "light") -> go.Figure:
+    """Info step and drawing step in one."""
+    return draw_memory_timeline(get_memory_timeline_info(record), theme)
+
+
+def caption(info: MemoryTimelineInfo) -> str:
+    """The highest moment of what was measured, and how much of torch's memory lies idle."""
+    if not info.series:
+        return "No memory was recorded over the run."
+    text = "; ".join(
+        f"{TITLES[field]} at most {fmt.memory_with_share(max(points.y), info.total_bytes)}"
+        for field, points in drawn(info.series)
+    )
+    text = f"{text[0].upper()}{text[1:]}."
+    reserved, allocated = info.get("reserved_bytes"), info.get("allocated_bytes")
+    if reserved and allocated:
+        idle = reserved.y[-1] - allocated.y[-1]
+        text += f" At the end {fmt.memory_with_share(idle, reserved.y[-1])} of what torch reserved held nothing."
+    return text
+
+
+def table(info: MemoryTimelineInfo) -> Table:
+    """First, highest and last value of each series."""
+    titles = TITLES | TABLE_ONLY
+    rows = [
+        [titles[field], fmt.memory(points.y[0]), fmt.memory(max(points.y)), fmt.memory(points.y[-1])]
+        for field, points in info.series
+    ]
+    return make_table(["memory", "at the start", "most", "at the end"], rows, "Memory over the run")
