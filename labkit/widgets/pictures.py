@@ -9,13 +9,24 @@ from typing import Any
 import ipywidgets as ipw
 import plotly.graph_objects as go
 
-from labkit.figures import block_map, kv_over_time, l2, latency, live, memory_breakdown, pareto, requests, throughput
+from labkit.figures import (
+    block_map,
+    kv_over_time,
+    l2,
+    latency,
+    live,
+    memory_breakdown,
+    memory_timeline,
+    pareto,
+    requests,
+    throughput,
+)
 from labkit.figures.tables import Table
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
 from labkit.widgets.parts import Chart, DataTable, TextLine
 
-TABS = ("Live", "Throughput and latency", "L2 and bandwidth", "KV over time", "Blocks", "Requests")
+TABS = ("Live", "Throughput and latency", "L2 and bandwidth", "KV over time", "Memory over time", "Blocks", "Requests")
 VIEWS = ("throughput against a knob", "latency against a knob", "throughput against latency")
 
 
@@ -40,6 +51,8 @@ def draw_tab(tab: str, view: str, records: Sequence[RunRecord], chosen: RunRecor
     """What `tab` shows: of all runs for the comparing tabs, of the chosen run for the others."""
     if tab == "KV over time":
         return _one(kv_over_time, kv_over_time.get_kv_over_time_info(chosen), look)
+    if tab == "Memory over time":
+        return _one(memory_timeline, memory_timeline.get_memory_timeline_info(chosen), look)
     if tab == "Blocks":
         return _one(block_map, block_map.get_block_map_info(chosen), look)
     if tab == "L2 and bandwidth":
