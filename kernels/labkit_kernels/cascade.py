@@ -1,7 +1,8 @@
 """Decode over a prefix that all sequences share: its keys are read once for the whole batch (cascade attention).
 
-One launch attends all queries of the batch, as rows of one matrix, over the shared blocks; one attends each sequence
-over its own blocks; both are merged by log-sum-exp. References: `reference.paged_attention`, `reference.merge`.
+One launch attends all queries of the batch, as rows of one matrix, over the shared blocks; the next attends each
+sequence over its own blocks and adds the shared results by log-sum-exp. On Hopper the second begins beside the first.
+References: `reference.paged_attention`, `reference.merge`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from labkit_kernels.checks import (
 )
 from labkit_kernels.decode_plan import DecodeWorkspace
 from labkit_kernels.heuristics import DecodeConfig, num_slots, shared_config
-from labkit_kernels.merge import merge_splits
-from labkit_kernels.ops import cache_kind, capability
-from labkit_kernels.paged_decode import paged_decode
+from labkit_kernels.ops import cache_kind, capability, overlaps_launches
+from labkit_kernels.paged_decode import make_workspace, paged_decode
 from labkit_kernels.paged_prefill import MAX_SPLITS, MIN_TILES_OF_SPLIT, launch_prefill
 from labkit_kernels.scores import Scores
 
@@ -34,15 +34,13 @@ from labkit_kernels.scores import Scores
 class SharedPrefix:
     """Blocks int32 `[blocks]` of a prefix of `length` tokens shared by the `num_tokens` queries of a step.
 
-    Made once for a prefix and a batch size, outside a graph: `bounds` is [0, num_tokens, length] on the device. On a
-    card the shared part runs on `stream` beside the own part.
+    Made once for a prefix and a batch size, outside a graph: `bounds` is [0, num_tokens, length] on the device.
     """
 
     blocks: torch.Tensor
     length: int
     num_tokens: int
     bounds: torch.Tensor
-    stream: torch.cuda.Stream | None = None
 
     @classmethod
     def make(cls, blocks: torch.Tensor, length: int, num_tokens: int) -> SharedPrefix:
@@ -51,8 +49,7 @@ class SharedPrefix:
         check_shape("blocks", blocks, (None,))
         check_last_stride("blocks", blocks)
         bounds = torch.tensor([0, num_tokens, length], dtype=torch.int32, device=blocks.device)
-        stream = torch.cuda.Stream(blocks.device) if blocks.is_cuda else None
-        return cls(blocks, length, num_tokens, bounds, stream)
+        return cls(blocks, length, num_tokens, bounds)
 
     def check(self, q: torch.Tensor, block_size: int) -> None:
         """Raises KernelValueError unless the prefix fits its blocks and the query."""
@@ -95,28 +92,15 @@ def cascade_decode(
     check_out("out", out, q.shape, q.dtype, q.device)
     if q.shape[0] == 0:
         return out
-    without_sinks = replace(scores, sinks=None)
-    own_out = torch.empty_like(q)
-    own_lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    partials = _on_side_stream(
-        prefix.stream, lambda: _attend_shared(q, k_cache, v_cache, prefix, without_sinks)
-    )  # fmt: skip
-    paged_decode(
-        q, k_cache, v_cache, block_tables, own_lens, without_sinks, workspace=workspace, out=own_out, lse=own_lse
-    )  # fmt: skip
-    if prefix.stream is not None:
-        torch.cuda.current_stream().wait_stream(prefix.stream)
-    merge_splits(partials, scores, out, lse, (own_out, own_lse))
-    return out
-
-
-def _on_side_stream(stream: torch.cuda.Stream | None, call):
-    """Runs `call` after what is queued now, beside what is queued next; the caller waits for the stream."""
-    if stream is None:
-        return call()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        return call()
+    # All that the second launch reads before it waits for the first is made before both.
+    scores = scores.with_scales_alike(q.device)
+    if workspace is None:
+        workspace = make_workspace(q, k_cache, block_tables, scores)
+        workspace.plan(own_lens)
+    shared = _attend_shared(q, k_cache, v_cache, prefix, replace(scores, sinks=None))
+    return paged_decode(
+        q, k_cache, v_cache, block_tables, own_lens, scores, workspace=workspace, out=out, lse=lse, shared=shared
+    )
 
 
 def _attend_shared(q, k_cache, v_cache, prefix, scores):
@@ -137,4 +121,5 @@ def _attend_shared(q, k_cache, v_cache, prefix, scores):
         config,
         splits=splits,
         causal=False,
+        trigger=overlaps_launches(q.device),
     )

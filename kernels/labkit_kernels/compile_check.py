@@ -31,7 +31,7 @@ POINTER_TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-LAUNCH_OPTIONS = ("num_warps", "num_stages", "maxnreg")
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What the compiler made: registers of a thread, spilled bytes, shared memory bytes, instruction counts."""
+    """What the compiler made: registers of a thread, spilled bytes, shared memory bytes, counts of instructions."""
 
     arch: int
     registers: int
@@ -59,6 +59,8 @@ class CompileReport:
     byte_shared_loads: int
     wide_loads: int
     wide_stores: int
+    double_precision: int
+    longest_loop: int
 
 
 class _Recorder:
@@ -111,6 +113,17 @@ def _disassemble(cubin: bytes, options: str) -> str:
         return subprocess.run([tool, options, file.name], capture_output=True, text=True, check=True).stdout
 
 
+def _longest_loop(lines: list[str]) -> int:
+    """Instructions of the longest stretch that a branch goes back over; each takes 16 bytes."""
+    longest = 0
+    for line in lines:
+        here = int(line.split("/*", 1)[1].split("*/", 1)[0], 16)
+        target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", line)
+        if target and int(target[1], 16) < here:
+            longest = max(longest, (here - int(target[1], 16)) // 16)
+    return longest
+
+
 def compile_report(launch: Launch, arch: int) -> CompileReport:
     """Compiles a recorded launch for compute capability `arch` (90 = 9.0) and reads the machine code."""
     signature, constants, attributes = _signature(launch)
@@ -137,4 +150,6 @@ def compile_report(launch: Launch, arch: int) -> CompileReport:
         byte_shared_loads=count(r"\bLDS\.[US]8\b"),
         wide_loads=count(r"\bLDG\.\S*128"),
         wide_stores=count(r"\bSTG\.\S*128"),
+        double_precision=count(r"\b(DADD|DMUL|DFMA|DSETP)\b|\.F64\b"),
+        longest_loop=_longest_loop(lines),
     )

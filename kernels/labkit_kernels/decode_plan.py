@@ -94,15 +94,16 @@ def _best_chunk(
 
 
 @triton.jit
-def _write_item(items, max_items, at, seq, start, end, length, first, full, last, mask):
-    """A work item field by field: sequence, tokens start … end, length, where the sequence's other items are."""
+def _write_item(items, max_items, at, seq, start, end, length, first, count, index, mask):
+    """A work item field by field: sequence, tokens start … end, length; where the sequence's partial results begin,
+    how many there are, and which of them is this one's."""
     tl.store(items + at, seq, mask=mask)
     tl.store(items + max_items + at, start, mask=mask)
     tl.store(items + 2 * max_items + at, tl.minimum(end, length), mask=mask)
     tl.store(items + 3 * max_items + at, length, mask=mask)
     tl.store(items + 4 * max_items + at, first, mask=mask)
-    tl.store(items + 5 * max_items + at, full, mask=mask)
-    tl.store(items + 6 * max_items + at, last, mask=mask)
+    tl.store(items + 5 * max_items + at, count, mask=mask)
+    tl.store(items + 6 * max_items + at, index, mask=mask)
 
 
 @triton.jit
@@ -113,24 +114,26 @@ def _write_items(
     """Writes the item list, longest first; returns the number of items."""
     seq = tl.arange(0, BLOCK)
     full = tl.where(seq < batch, tiles // chunk, 0)
-    first = tl.cumsum(full, 0) - full
+    at = tl.cumsum(full, 0) - full
     rest = tiles - full * chunk
     has_rest = (seq < batch) & ((rest > 0) | (tiles == 0))
+    count = full + tl.where(has_rest, 1, 0)
+    first = tl.cumsum(count, 0) - count
     bucket = rest * BUCKETS // chunk
-    count = tl.sum(full, 0)
-    last = tl.full([BLOCK], -1, tl.int32)
+    items_before = tl.sum(full, 0)
+    rest_at = tl.full([BLOCK], 0, tl.int32)
     for i in tl.static_range(BUCKETS):
         here = has_rest & (bucket == BUCKETS - 1 - i)
         one = tl.where(here, 1, 0)
-        last = tl.where(here, count + tl.cumsum(one, 0) - one, last)
-        count += tl.sum(one, 0)
+        rest_at = tl.where(here, items_before + tl.cumsum(one, 0) - one, rest_at)
+        items_before += tl.sum(one, 0)
     step = chunk * TILE
     for j in range(tl.max(full, 0)):
         start = base + j * step
-        _write_item(items, max_items, first + j, seq, start, start + step, length, first, full, last, j < full)
+        _write_item(items, max_items, at + j, seq, start, start + step, length, first, count, seq * 0 + j, j < full)
     start = base + full * step
-    _write_item(items, max_items, last, seq, start, start + step, length, first, full, last, has_rest)
-    return count
+    _write_item(items, max_items, rest_at, seq, start, start + step, length, first, count, full, has_rest)
+    return items_before
 
 
 @triton.jit(do_not_specialize=["batch", "window", "item_limit", "max_items"])
@@ -217,12 +220,12 @@ class DecodeWorkspace:
         self.counters = torch.zeros(self.max_batch * self.programs, **ints)
         scratch = self.max_items * self.programs * self.rows
         self.partial_out = torch.empty(scratch * self.head_dim, dtype=torch.float32, device=device)
-        self.partial_stats = torch.empty(2, scratch, dtype=torch.float32, device=device)
+        self.partial_lse = torch.empty(scratch, dtype=torch.float32, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of device memory that the workspace holds."""
-        parts = (self.meta, self.items, self.counters, self.partial_out, self.partial_stats)
+        parts = (self.meta, self.items, self.counters, self.partial_out, self.partial_lse)
         return sum(part.numel() * part.element_size() for part in parts)
 
     def plan(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor | None = None) -> None:

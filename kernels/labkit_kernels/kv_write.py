@@ -189,13 +189,15 @@ def _write_kernel(
     head = tl.program_id(0) % HEADS
     token = (tl.program_id(0) // HEADS * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     d = tl.arange(0, DP)
-    slots = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1)
-    inside = slots >= 0
-    mask = inside[:, None] & (d < D)[None, :]
+    here = token < num_tokens
+    # Rows are read beside their slots, those of skipped tokens too, instead of after them.
+    mask = here[:, None] & (d < D)[None, :]
+    slots = tl.load(slot_mapping + token, mask=here, other=-1)
     k = tl.load(key + (token * key_stride_token + head * key_stride_head)[:, None] + d[None, :], mask=mask, other=0.0)
     v = tl.load(
         value + (token * value_stride_token + head * value_stride_head)[:, None] + d[None, :], mask=mask, other=0.0
     )
+    inside = slots >= 0
     store_rows(
         k, k_cache, k_tokens, slots, head, inside, k_scale_ptr, k_scale, ks_stride, ts_stride_block, ts_stride_slot,
         ts_stride_head, k_stride_block, k_stride_slot, k_stride_head, KIND, LARGEST, K_SCALE_TENSOR, TOKEN_SCALES,

@@ -22,6 +22,11 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether a kernel can begin while the one before it still runs (programmatic dependent launch)."""
+    return device.type == "cuda" and capability(device) >= 90
+
+
 def cache_kind(cache: torch.Tensor) -> str:
     """How the kernels read the cache: "native", "fp8", "int8" or "e4m3_bits"."""
     if cache.dtype is torch.int8:
@@ -130,14 +135,45 @@ def soft_cap(scores, softcap):
 
 @triton.jit
 def block_ids(table, start, offsets, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Block id of each token of a tile (one id for the tile where a block holds it whole); 0 past the end."""
-    tokens = start
-    if BLOCK_SIZE % TILE != 0:
-        tokens = start + offsets
-    return tl.load(table + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
+    """Block id of each token of the tile from `start`, a multiple of TILE; 0 past the last token's block.
+
+    One id where a block holds the tile whole. Where blocks divide the tile, the tile's own part of the index is known
+    at compile time, so that a thread reads an id once for all of its rows in that block.
+    """
+    if BLOCK_SIZE % TILE == 0:
+        index = start // BLOCK_SIZE
+    elif TILE % BLOCK_SIZE == 0:
+        index = start // BLOCK_SIZE + offsets // BLOCK_SIZE
+    else:
+        index = (start + offsets) // BLOCK_SIZE
+    return tl.load(table + index, mask=index < (end + BLOCK_SIZE - 1) // BLOCK_SIZE, other=0)
 
 
 @triton.jit
-def row_offsets(blocks, tokens, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr):
-    """Element offset of each token's row; 64-bit, since pools go past 2³¹ elements."""
-    return blocks.to(tl.int64) * stride_block + (tokens % BLOCK_SIZE).to(tl.int64) * stride_slot
+def prefetch_block_ids(table, start, end, BLOCK_SIZE: tl.constexpr, ASM: tl.constexpr):
+    """Asks the L2 for the table's lines from token `start` to `end`, the first 128 of them, 32 ids each.
+
+    Ids are read one tile ahead, which is too late for a line that must come from the device's memory.
+    """
+    if ASM and start < end:
+        at = tl.minimum(start // BLOCK_SIZE + tl.arange(0, 128) * 32, (end - 1) // BLOCK_SIZE)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(table + at).to(tl.int64)], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def row_offsets(
+    blocks, start, offsets, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Element offset of each row of the tile from `start`; 64-bit, since pools go past 2³¹ elements."""
+    first = blocks.to(tl.int64) * stride_block
+    if BLOCK_SIZE % TILE == 0:
+        first += tl.cast(start % BLOCK_SIZE, tl.int64) * stride_slot
+        slot = offsets
+    elif TILE % BLOCK_SIZE == 0:
+        slot = offsets % BLOCK_SIZE
+    else:
+        slot = (start + offsets) % BLOCK_SIZE
+    return first + slot.to(tl.int64) * stride_slot

@@ -13,7 +13,18 @@ import triton.language as tl
 
 from labkit_kernels.checks import KernelTypeError, KernelValueError, check_cache, check_lengths, check_out
 from labkit_kernels.decode_plan import DecodeWorkspace
-from labkit_kernels.ops import block_ids, cache_kind, load_rows, readable, row_offsets, soft_cap, to_compute
+from labkit_kernels.merge import Partials, fold_partials, store_partial
+from labkit_kernels.ops import (
+    block_ids,
+    cache_kind,
+    load_rows,
+    overlaps_launches,
+    prefetch_block_ids,
+    readable,
+    row_offsets,
+    soft_cap,
+    to_compute,
+)
 from labkit_kernels.scores import Scores, by_row, by_token, finish_rows, score_arguments, sequence_rows
 from labkit_kernels.words import as_words, unpack, word_factor, word_kind
 
@@ -73,12 +84,13 @@ def _attend(
         else:
             blocks = block_ids(table, at, offs, end, BLOCK_SIZE, TILE)
         tokens = at + offs
-        mask = (tokens < end)[:, None] & (d < D)[None, :]
-        k_at = row_offsets(blocks, tokens, k_stride_block, k_stride_slot, BLOCK_SIZE)
-        k = to_compute(load_rows(k_base, k_at[:, None] + d[None, :], mask, True, EVICT), fence, KIND, ASM)
+        # Keys past the end are masked as scores; values there must be 0, since 0 times NaN is NaN.
+        inside = (d < D)[None, :]
+        k_at = row_offsets(blocks, at, offs, k_stride_block, k_stride_slot, BLOCK_SIZE, TILE)
+        k = to_compute(load_rows(k_base, k_at[:, None] + d[None, :], inside, D != DP, EVICT), fence, KIND, ASM)
         ks = tokens
         if TOKEN_SCALES:
-            ts_at = row_offsets(blocks, tokens, ts_stride_block, ts_stride_slot, BLOCK_SIZE)
+            ts_at = row_offsets(blocks, at, offs, ts_stride_block, ts_stride_slot, BLOCK_SIZE, TILE)
             ks = tl.load(k_tokens + ts_at, mask=tokens < end, other=0.0)
         if SWAP:
             s = tl.dot(k, q, input_precision=PRECISION)
@@ -93,8 +105,9 @@ def _attend(
             p = p * (by_token(tl.load(v_tokens + ts_at, mask=tokens < end, other=0.0), SWAP) * 256.0)
         v_at = k_at
         if not SAME_STRIDES:
-            v_at = row_offsets(blocks, tokens, v_stride_block, v_stride_slot, BLOCK_SIZE)
-        v = to_compute(load_rows(v_base, v_at[:, None] + d[None, :], mask, True, EVICT), fence, KIND, ASM)
+            v_at = row_offsets(blocks, at, offs, v_stride_block, v_stride_slot, BLOCK_SIZE, TILE)
+        written = inside & (tokens < end)[:, None]
+        v = to_compute(load_rows(v_base, v_at[:, None] + d[None, :], written, True, EVICT), fence, KIND, ASM)
         if SWAP:
             acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * alpha, input_precision=PRECISION)
         else:
@@ -125,12 +138,12 @@ def _attend_words(
         blocks = ahead
         ahead = block_ids(table, at + TILE, offs, end, BLOCK_SIZE, TILE)
         tokens = at + offs
-        mask = (tokens < end)[:, None] & (w < D // 4)[None, :]
-        k_at = row_offsets(blocks, tokens, k_stride_block, k_stride_slot, BLOCK_SIZE)
-        k0, k1, k2, k3 = unpack(load_rows(k_base, k_at[:, None] + w[None, :], mask, True, EVICT), KIND, ASM)
+        inside = (w < D // 4)[None, :]
+        k_at = row_offsets(blocks, at, offs, k_stride_block, k_stride_slot, BLOCK_SIZE, TILE)
+        k0, k1, k2, k3 = unpack(load_rows(k_base, k_at[:, None] + w[None, :], inside, D != DP, EVICT), KIND, ASM)
         ks = tokens
         if TOKEN_SCALES:
-            ts_at = row_offsets(blocks, tokens, ts_stride_block, ts_stride_slot, BLOCK_SIZE)
+            ts_at = row_offsets(blocks, at, offs, ts_stride_block, ts_stride_slot, BLOCK_SIZE, TILE)
             ks = tl.load(k_tokens + ts_at, mask=tokens < end, other=0.0)
         s = tl.dot(q1, tl.trans(k1), tl.dot(q0, tl.trans(k0)))
         s = tl.dot(q3, tl.trans(k3), tl.dot(q2, tl.trans(k2), s))
@@ -142,8 +155,9 @@ def _attend_words(
             p = p * (tl.load(v_tokens + ts_at, mask=tokens < end, other=0.0)[None, :] * 256.0)
         v_at = k_at
         if not SAME_STRIDES:
-            v_at = row_offsets(blocks, tokens, v_stride_block, v_stride_slot, BLOCK_SIZE)
-        v0, v1, v2, v3 = unpack(load_rows(v_base, v_at[:, None] + w[None, :], mask, True, EVICT), KIND, ASM)
+            v_at = row_offsets(blocks, at, offs, v_stride_block, v_stride_slot, BLOCK_SIZE, TILE)
+        written = inside & (tokens < end)[:, None]
+        v0, v1, v2, v3 = unpack(load_rows(v_base, v_at[:, None] + w[None, :], written, True, EVICT), KIND, ASM)
         p = p.to(tl.float16)
         acc0 = tl.dot(p, v0, acc0 * alpha)
         acc1 = tl.dot(p, v1, acc1 * alpha)
@@ -151,51 +165,6 @@ def _attend_words(
         acc3 = tl.dot(p, v3, acc3 * alpha)
     acc = tl.reshape(tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3)), [N, DP])
     return acc, m, tl.sum(sums, 1)
-
-
-@triton.jit
-def merge_partials(
-    partial_out, partial_stats, scratch, first, full, last, count, head, PROGRAMS, rows,
-    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Merges the partial results of one sequence and KV head, in chunk order: `[ROWS, DP]`, maxima, sums."""
-    r = tl.arange(0, ROWS)
-    d = tl.arange(0, DP)
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DP], tl.float32)
-    for start in tl.range(0, count, STEP, num_stages=1):
-        # Unrolled, so that the loads of a step are all in flight and no axis is spread over threads.
-        for j in tl.static_range(STEP):
-            chunk = start + j
-            item = tl.where(chunk < full, first + chunk, last).to(tl.int64)
-            slot = (item * PROGRAMS + head) * N + r
-            ok = (chunk < count) & (r < rows)
-            m_part = tl.load(partial_stats + slot, mask=ok, other=float("-inf"), cache_modifier=".cg")
-            total_part = tl.load(partial_stats + scratch + slot, mask=ok, other=0.0, cache_modifier=".cg")
-            at = slot[:, None] * D + d[None, :]
-            part = tl.load(partial_out + at, mask=ok[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg")
-            m_new = tl.maximum(m, m_part)
-            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-            weight = tl.exp2(m_part - safe)
-            alpha = tl.exp2(m - safe)
-            acc = acc * alpha[:, None] + part * weight[:, None]
-            total = total * alpha + total_part * weight
-            m = m_new
-    return acc, m, total
-
-
-@triton.jit
-def _store_partial(
-    acc, m, total, partial_out, partial_stats, scratch, item, head, PROGRAMS, valid,
-    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    r = tl.arange(0, N)
-    d = tl.arange(0, DP)
-    slot = (item.to(tl.int64) * PROGRAMS + head) * N + r
-    tl.store(partial_out + slot[:, None] * D + d[None, :], acc, mask=valid[:, None] & (d < D)[None, :])
-    tl.store(partial_stats + slot, m, mask=valid)
-    tl.store(partial_stats + scratch + slot, total, mask=valid)
 
 
 @triton.jit
@@ -229,15 +198,25 @@ def _query_words(
 
 @triton.jit
 def _write_rows(
-    acc, m, total, out, lse, sinks, q_start, q_head, rows, value_scale, out_stride_token, out_stride_head,
-    lse_stride_token, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr,
-    LSE: tl.constexpr,
+    acc, m, total, out, lse, sinks, shared_out, shared_lse, q_heads, shared_stride, q_start, q_head, rows, value_scale,
+    out_stride_token, out_stride_head, lse_stride_token, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    N: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, SHARED: tl.constexpr, WAIT: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
-    """Finishes the rows of one sequence and program."""
+    """Finishes the rows of one sequence and program, adding SHARED results over keys before its own."""
     r = tl.arange(0, N)
     valid = r < rows
     head = q_head + r % HEADS
     token = (q_start + r // HEADS).to(tl.int64)
+    if SHARED > 0:
+        if WAIT:
+            tl.extra.cuda.gdc_wait()
+        first = q_start.to(tl.int64) * q_heads + q_head
+        row = r // HEADS * q_heads + r % HEADS
+        acc, m, total = fold_partials(
+            acc, m, total, shared_out + first * D, shared_lse + first, row, valid, shared_stride.to(tl.int64), SHARED,
+            D, DP, N, STEP,
+        )  # fmt: skip
     sink = m
     if SINKS:
         sink = tl.load(sinks + head, mask=valid, other=0.0) * 1.4426950408889634
@@ -260,12 +239,12 @@ def _arrive(counter, count):
     return last
 
 
-@triton.jit(do_not_specialize=["window", "max_items", "scratch", "table_stride"])
+@triton.jit(do_not_specialize=["window", "max_items", "table_stride", "shared_stride"])
 def _decode_kernel(
-    q, k_cache, v_cache, block_tables, query_start_loc, out, lse, meta, items, counters, partial_out, partial_stats,
-    sinks, k_scale_ptr, v_scale_ptr, k_tokens, v_tokens,
+    q, k_cache, v_cache, block_tables, query_start_loc, out, lse, meta, items, counters, partial_out, partial_lse,
+    shared_out, shared_lse, sinks, k_scale_ptr, v_scale_ptr, k_tokens, v_tokens,
     scale, softcap, window, k_scale, v_scale, fence, ks_stride, vs_stride,
-    ts_stride_block, ts_stride_slot, ts_stride_head, max_items, scratch, table_stride,
+    ts_stride_block, ts_stride_slot, ts_stride_head, max_items, table_stride, shared_stride,
     q_stride_token, q_stride_head, k_stride_block, k_stride_slot, k_stride_head,
     v_stride_block, v_stride_slot, v_stride_head, out_stride_token, out_stride_head, lse_stride_token,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALE_TENSORS: tl.constexpr,
@@ -274,7 +253,7 @@ def _decode_kernel(
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, EVICT: tl.constexpr, STEP: tl.constexpr, SAME_STRIDES: tl.constexpr,
-    WORDS: tl.constexpr,
+    WORDS: tl.constexpr, SHARED: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0) // PROGRAMS
     program = tl.program_id(0) % PROGRAMS
@@ -285,8 +264,8 @@ def _decode_kernel(
     end = tl.load(items + 2 * max_items + item)
     seq_len = tl.load(items + 3 * max_items + item)
     first = tl.load(items + 4 * max_items + item)
-    full = tl.load(items + 5 * max_items + item)
-    last = tl.load(items + 6 * max_items + item)
+    count = tl.load(items + 5 * max_items + item)
+    index = tl.load(items + 6 * max_items + item)
     if item >= num_items:
         return
     q_start, query_len = sequence_rows(query_start_loc, seq, QUERY_LEN, RAGGED)
@@ -301,6 +280,7 @@ def _decode_kernel(
     k_base, v_base = k_cache + kv_head * k_stride_head, v_cache + kv_head * v_stride_head
     ks_base, vs_base = k_tokens + kv_head * ts_stride_head, v_tokens + kv_head * ts_stride_head
     table = block_tables + seq.to(tl.int64) * table_stride
+    prefetch_block_ids(table, start, end, BLOCK_SIZE, ASM)
     qk_scale = scale * k_scale * 1.4426950408889634
     if WORDS:
         queries = _query_words(
@@ -321,22 +301,28 @@ def _decode_kernel(
             ts_stride_block, ts_stride_slot, WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP, N, TILE, BLOCK_SIZE,
             SWAP, PREFETCH, STAGES, PRECISION, EVICT, SAME_STRIDES,
         )  # fmt: skip
-    count = full + tl.where(last >= 0, 1, 0)
+    q_heads = PROGRAMS * HEADS
     if count == 1:
         _write_rows(
-            acc, m, total, out, lse, sinks, q_start, program * HEADS, rows, v_scale, out_stride_token,
-            out_stride_head, lse_stride_token, HEADS, D, DP, N, SINKS, LSE,
+            acc, m, total, out, lse, sinks, shared_out, shared_lse, q_heads, shared_stride, q_start, program * HEADS,
+            rows, v_scale, out_stride_token, out_stride_head, lse_stride_token, HEADS, D, DP, N, SINKS, LSE, SHARED,
+            WAIT, STEP * ROWS // N if STEP * ROWS > N else 1,
         )  # fmt: skip
     else:
-        _store_partial(acc, m, total, partial_out, partial_stats, scratch, item, program, PROGRAMS, r < rows, D, DP, N)
+        # Scratch rows: partial result of the sequence, program, row of the program.
+        base = (first.to(tl.int64) * PROGRAMS + program) * N
+        store_partial(acc, m, total, partial_out, partial_lse, base + index * (PROGRAMS * N) + r, r < rows, D, DP)
         if _arrive(counters + seq * PROGRAMS + program, count):
-            acc2, m2, total2 = merge_partials(
-                partial_out, partial_stats, scratch, first, full, last, count, program, PROGRAMS, rows, D, DP, N,
-                ROWS, STEP,
+            part = tl.arange(0, ROWS)
+            acc2, m2, total2 = fold_partials(
+                tl.zeros([ROWS, DP], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
+                tl.zeros([ROWS], tl.float32), partial_out + base * D, partial_lse + base, part, part < rows,
+                PROGRAMS * N, count, D, DP, ROWS, STEP,
             )  # fmt: skip
             _write_rows(
-                acc2, m2, total2, out, lse, sinks, q_start, program * HEADS, rows, v_scale, out_stride_token,
-                out_stride_head, lse_stride_token, HEADS, D, DP, ROWS, SINKS, LSE,
+                acc2, m2, total2, out, lse, sinks, shared_out, shared_lse, q_heads, shared_stride, q_start,
+                program * HEADS, rows, v_scale, out_stride_token, out_stride_head, lse_stride_token, HEADS, D, DP,
+                ROWS, SINKS, LSE, SHARED, WAIT, STEP,
             )  # fmt: skip
 
 
@@ -363,6 +349,7 @@ def paged_decode(
     query_start_loc: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    shared: Partials | None = None,
 ) -> torch.Tensor:
     """Attention of each sequence's last tokens over its cached keys; returns `out [tokens, q heads, head size]`.
 
@@ -371,7 +358,8 @@ def paged_decode(
     int32 `[sequences, blocks]`; seq_lens int32 `[sequences]` with the query tokens counted (0 gives zeros).
     query_start_loc int32 `[sequences + 1]` where sequences have different numbers of query tokens. lse float32
     `[tokens, q heads]` is filled where given. With a `workspace` the caller has run `workspace.plan(seq_lens)` for this
-    step; without one a plan is made and dropped. Raises KernelValueError or KernelTypeError naming the argument.
+    step; without one a plan is made and dropped. shared: results of the same queries over keys before these, which the
+    launch just before this one makes; they are added. Raises KernelValueError or KernelTypeError naming the argument.
     """
     check_cache(q, k_cache, v_cache, block_tables)
     check_lengths(q, block_tables, seq_lens, query_start_loc)
@@ -394,7 +382,7 @@ def paged_decode(
             f"q has {q.shape[0]} tokens; {batch} sequences of {workspace.query_len} tokens have "
             f"{batch * workspace.query_len}"
         )
-    _launch(q, k_cache, v_cache, block_tables, seq_lens, scores, workspace, query_start_loc, out, lse)
+    _launch(q, k_cache, v_cache, block_tables, seq_lens, scores, workspace, query_start_loc, out, lse, shared)
     return out
 
 
@@ -416,7 +404,7 @@ def make_workspace(
     return DecodeWorkspace(**(settings | options))
 
 
-def _launch(q, k_cache, v_cache, block_tables, seq_lens, scores, workspace, query_start_loc, out, lse) -> None:
+def _launch(q, k_cache, v_cache, block_tables, seq_lens, scores, workspace, query_start_loc, out, lse, shared) -> None:
     config, programs = workspace.config, workspace.programs
     kind = cache_kind(k_cache)
     arguments = score_arguments(scores, q, kind)
@@ -431,17 +419,20 @@ def _launch(q, k_cache, v_cache, block_tables, seq_lens, scores, workspace, quer
         k, v = readable(k_cache, kind), readable(v_cache, kind)
     padded = triton.next_power_of_2(q.shape[2])
     rows = triton.next_power_of_2(workspace.heads_per_program * workspace.query_len)
+    shared_tensors = (out, out) if shared is None else (shared.out, shared.lse)
+    overlaps = shared is not None and overlaps_launches(q.device)
     items = workspace.max_items if workspace.fixed else workspace.max_items + seq_lens.shape[0] - workspace.max_batch
     _decode_kernel[(items * programs,)](
         q, k, v, block_tables, seq_lens if query_start_loc is None else query_start_loc, out,
         out if lse is None else lse, workspace.meta, workspace.items, workspace.counters, workspace.partial_out,
-        workspace.partial_stats, *arguments.tensors, *arguments.numbers, workspace.max_items,
-        workspace.partial_stats.shape[1], block_tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3],
+        workspace.partial_lse, *shared_tensors, *arguments.tensors, *arguments.numbers, workspace.max_items,
+        block_tables.stride(0), q.shape[0] * q.shape[1], q.stride(0), q.stride(1), *k.stride()[:3],
         *v.stride()[:3], out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0), **switches,
         LSE=lse is not None, RAGGED=query_start_loc is not None, QUERY_LEN=workspace.query_len,
         GROUP=q.shape[1] // k_cache.shape[2], HEADS=workspace.heads_per_program, PROGRAMS=programs,
         D=q.shape[2], DP=padded, N=workspace.rows, ROWS=rows, TILE=config.tile, BLOCK_SIZE=k_cache.shape[1],
         SWAP=config.swap and not words, PREFETCH=config.prefetch, STAGES=config.stages, EVICT=config.evict,
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32", STEP=max(1, config.merge // (rows * padded)),
-        SAME_STRIDES=k.stride() == v.stride(), WORDS=words, num_warps=config.warps,
+        SAME_STRIDES=k.stride() == v.stride(), WORDS=words, SHARED=0 if shared is None else shared.out.shape[0],
+        WAIT=overlaps, num_warps=config.warps, **({"launch_pdl": True} if overlaps else {}),
     )  # fmt: skip

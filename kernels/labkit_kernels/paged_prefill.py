@@ -12,7 +12,7 @@ import triton.language as tl
 
 from labkit_kernels.checks import KernelValueError, check_cache, check_lengths, check_out
 from labkit_kernels.heuristics import DecodeConfig, PrefillConfig, num_slots, prefill_config
-from labkit_kernels.merge import Partials, merge_splits
+from labkit_kernels.merge import Partials, merge_splits, store_partial
 from labkit_kernels.ops import (
     block_ids,
     cache_kind,
@@ -88,11 +88,11 @@ def _attend_tiles(
         mask = (d < D)[None, :]
         if MASKED:
             mask = mask & (tokens < end)[:, None]
-        k_at = row_offsets(blocks, tokens, k_stride_block, k_stride_slot, BLOCK_SIZE)
+        k_at = row_offsets(blocks, at, offs, k_stride_block, k_stride_slot, BLOCK_SIZE, TILE)
         k = to_compute(load_rows(k_base, k_at[:, None] + d[None, :], mask, MASKED or D != DP, ""), fence, KIND, ASM)
         ks = tokens
         if TOKEN_SCALES:
-            ts_at = row_offsets(blocks, tokens, ts_stride_block, ts_stride_slot, BLOCK_SIZE)
+            ts_at = row_offsets(blocks, at, offs, ts_stride_block, ts_stride_slot, BLOCK_SIZE, TILE)
             ks = tl.load(k_tokens + ts_at, mask=tokens < end, other=0.0)
         s = _tile_scores(
             q, k, tokens, limit, ks, qk_scale, softcap, window, MASKED, WINDOW, SOFTCAP, TOKEN_SCALES, PRECISION
@@ -109,7 +109,7 @@ def _attend_tiles(
             p = p * (tl.load(v_tokens + ts_at, mask=tokens < end, other=0.0)[None, :] * 256.0)
         v_at = k_at
         if not SAME_STRIDES:
-            v_at = row_offsets(blocks, tokens, v_stride_block, v_stride_slot, BLOCK_SIZE)
+            v_at = row_offsets(blocks, at, offs, v_stride_block, v_stride_slot, BLOCK_SIZE, TILE)
         v = to_compute(load_rows(v_base, v_at[:, None] + d[None, :], mask, MASKED or D != DP, ""), fence, KIND, ASM)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m, total
@@ -141,7 +141,7 @@ def _key_range(
 
 @triton.jit(do_not_specialize=["batch", "window", "table_stride", "num_rows"])
 def _prefill_kernel(
-    q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, out, lse, partial_out, partial_stats,
+    q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, out, lse, partial_out, partial_lse,
     sinks, k_scale_ptr, v_scale_ptr, k_tokens, v_tokens,
     scale, softcap, window, k_scale, v_scale, fence, ks_stride, vs_stride,
     ts_stride_block, ts_stride_slot, ts_stride_head, batch, table_stride, num_rows,
@@ -152,8 +152,10 @@ def _prefill_kernel(
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr, TAIL_TILE: tl.constexpr, TAIL_STAGES: tl.constexpr,
     PRECISION: tl.constexpr, SAME_STRIDES: tl.constexpr, CAUSAL: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
     # Blocks from the end first: they see the most keys, and short ones fill the tail.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -205,9 +207,7 @@ def _prefill_kernel(
             )  # fmt: skip
     if SPLITS > 1:
         row = (tl.program_id(2) * num_rows + token) * tl.num_programs(1) * GROUP + head
-        tl.store(partial_out + row[:, None] * D + d[None, :], acc, mask=inside)
-        tl.store(partial_stats + row, m, mask=valid)
-        tl.store(partial_stats + SPLITS * num_rows.to(tl.int64) * tl.num_programs(1) * GROUP + row, total, mask=valid)
+        store_partial(acc, m, total, partial_out, partial_lse, row, valid, D, DP)
     else:
         sink = m
         if SINKS:
@@ -277,9 +277,12 @@ def choose_splits(q: torch.Tensor, k_cache: torch.Tensor, block_tables: torch.Te
 
 def launch_prefill(
     q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scores, config, *, splits=1, causal=True, out=None,
-    lse=None,
+    lse=None, trigger=False,
 ) -> Partials | None:  # fmt: skip
-    """One launch on checked arguments; with splits > 1 its partial results, to be merged."""
+    """One launch on checked arguments; with splits > 1 its partial results, to be merged.
+
+    trigger: a next launch that asks for it may begin at once, and waits itself for what it needs of this one.
+    """
     kind, group = cache_kind(k_cache), q.shape[1] // k_cache.shape[2]
     arguments = score_arguments(scores, q, kind)
     blocks = q.shape[0] * group // config.rows + seq_lens.shape[0]
@@ -287,18 +290,19 @@ def launch_prefill(
     if splits > 1:
         partials = Partials(
             torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device),
-            torch.empty(2, splits, *q.shape[:2], dtype=torch.float32, device=q.device),
+            torch.empty(splits, *q.shape[:2], dtype=torch.float32, device=q.device),
         )
     out = q if out is None else out
     _prefill_kernel[(blocks, k_cache.shape[2], splits)](
         q, readable(k_cache, kind), readable(v_cache, kind), block_tables, seq_lens, query_start_loc,
         out, out if lse is None else lse, q if partials is None else partials.out,
-        q if partials is None else partials.stats, *arguments.tensors, *arguments.numbers, seq_lens.shape[0],
+        q if partials is None else partials.lse, *arguments.tensors, *arguments.numbers, seq_lens.shape[0],
         block_tables.stride(0), q.shape[0], q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
         out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0), **arguments.switches, LSE=lse is not None,
         GROUP=group, D=q.shape[2], DP=triton.next_power_of_2(q.shape[2]), ROWS=config.rows, TILE=config.tile,
         BLOCK_SIZE=k_cache.shape[1], STAGES=config.stages, TAIL_TILE=min(config.tile, config.tail_tile),
         TAIL_STAGES=config.tail_stages, PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
-        SAME_STRIDES=k_cache.stride() == v_cache.stride(), CAUSAL=causal, SPLITS=splits, num_warps=config.warps,
+        SAME_STRIDES=k_cache.stride() == v_cache.stride(), CAUSAL=causal, SPLITS=splits, TRIGGER=trigger,
+        num_warps=config.warps,
     )  # fmt: skip
     return partials

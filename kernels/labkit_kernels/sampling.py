@@ -284,7 +284,7 @@ def _sample_kernel(
     tl.store(thresholds + row, float("-inf"))
     if (warmth > 0.0) & (k != 1) & (top > float("-inf")):
         factor = 1.4426950408889634 / warmth
-        least = tl.where(share > 0.0, tl.log2(tl.maximum(share, 1e-38)), float("-inf"))
+        least = tl.where(share > 0.0, tl.log2(tl.maximum(share, 1e-37)), float("-inf"))
         seed = tl.load(seeds + row)
         position = tl.load(positions + row)
         k = tl.where(k < vocab, k, 0)

@@ -58,6 +58,17 @@ class Scores:
             if self.k_token_scales.stride() != self.v_token_scales.stride():
                 raise KernelValueError("k_token_scales and v_token_scales must have the same strides")
 
+    def with_scales_alike(self, device: torch.device) -> Scores:
+        """The same with k_scale and v_scale both floats or both tensors on `device`."""
+        scales = (self.k_scale, self.v_scale)
+        if len({isinstance(scale, torch.Tensor) for scale in scales}) == 1:
+            return self
+        k_scale, v_scale = (
+            scale if isinstance(scale, torch.Tensor) else torch.full((1,), scale, dtype=torch.float32, device=device)
+            for scale in scales
+        )
+        return replace(self, k_scale=k_scale, v_scale=v_scale)
+
 
 @dataclass(frozen=True)
 class ScoreArguments:
@@ -75,13 +86,9 @@ class ScoreArguments:
 
 def score_arguments(scores: Scores, q: torch.Tensor, kind: str) -> ScoreArguments:
     """Arguments in the kernels' order: tensors (sinks, k_scale, v_scale, k and v token scales), numbers, switches."""
+    scores = scores.with_scales_alike(q.device)
     k_scale, v_scale = scores.k_scale, scores.v_scale
-    scale_tensors = isinstance(k_scale, torch.Tensor) or isinstance(v_scale, torch.Tensor)
-    if scale_tensors:
-        k_scale, v_scale = (
-            s if isinstance(s, torch.Tensor) else torch.full((1,), s, dtype=torch.float32, device=q.device)
-            for s in (k_scale, v_scale)
-        )
+    scale_tensors = isinstance(k_scale, torch.Tensor)
     token_scales = scores.k_token_scales is not None
     k_tokens = scores.k_token_scales if token_scales else q
     strides = tuple(k_tokens.stride()) if token_scales else (0, 0, 0)
@@ -145,11 +152,13 @@ def finish_rows(
         total = total * shrink + tl.exp2(sink - top)
         acc = acc * shrink[:, None]
         m = top
-    acc = acc * (value_scale / tl.maximum(total, 1e-38))[:, None]
+    some = total > 0
+    divisor = tl.where(some, total, 1.0)
+    acc = acc * (value_scale / divisor)[:, None]
     d = tl.arange(0, DP)
     tl.store(out + out_at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=valid[:, None] & (d < D)[None, :])
     if LSE:
-        value = tl.where(total > 0, (m + tl.log2(tl.maximum(total, 1e-38))) * 0.6931471805599453, float("-inf"))
+        value = tl.where(some, (m + tl.log2(divisor)) * 0.6931471805599453, float("-inf"))
         tl.store(lse + lse_at, value, mask=valid)
 
 

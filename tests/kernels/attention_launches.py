@@ -55,6 +55,7 @@ def write_report(arch: int) -> CompileReport:
 
 CASES = {
     "decode 90 bf16": lambda: decode_report(90, BF16),
+    "decode 90 bf16, block 128": lambda: decode_report(90, BF16, block_size=128),
     "decode 90 fp8": lambda: decode_report(90, FP8),
     "decode 90 int8": lambda: decode_report(90, torch.int8),
     "decode 80 e4m3 bits": lambda: decode_report(80, torch.uint8),

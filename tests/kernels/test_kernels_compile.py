@@ -44,6 +44,17 @@ def test_decode_code(name):
     assert (report["mma"] > 0) != swapped
 
 
+def test_nothing_is_computed_in_float64():
+    """A literal below float32's normal numbers makes Triton compute in float64: slow, on most cards 64 times slower."""
+    assert {name for name, report in reports().items() if report["double_precision"]} == set()
+
+
+def test_a_thread_reads_a_block_id_once_for_its_rows():
+    """A step over 64 tokens takes at most a tenth more instructions with blocks of 16 than with blocks of 128."""
+    small, large = reports()["decode 90 bf16"], reports()["decode 90 bf16, block 128"]
+    assert small["longest_loop"] <= 1.1 * large["longest_loop"]
+
+
 def test_as_many_programs_of_decode_fit_a_hopper_multiprocessor_as_the_plan_counts_on():
     assert 2 * reports()["decode 90 bf16"]["shared_bytes"] <= SHARED_MEMORY_BYTES[90]
     fp8 = reports()["decode 90 fp8"]

@@ -130,6 +130,7 @@ def test_plan_covers_every_token_once(lens, window, deterministic):
     count, tile = int(workspace.meta[0]), workspace.config.tile
     assert count <= workspace.max_items
     items = workspace.items[:, :count].T.tolist()
+    taken = []
     for seq, length in enumerate(lens):
         spans = sorted((start, end, at) for at, (s, start, end, *_) in enumerate(items) if s == seq)
         first = 0 if window is None else max(0, length - window) // tile * tile
@@ -137,10 +138,10 @@ def test_plan_covers_every_token_once(lens, window, deterministic):
         assert spans[-1][1] == length
         assert all(before[1] == after[0] for before, after in pairwise(spans))
         for chunk, (_, _, at) in enumerate(spans):
-            _, _, _, stored_length, begin, full, last = items[at]
-            assert stored_length == length
-            assert at == (begin + chunk if chunk < full else last)
-            assert len(spans) == full + (last >= 0)
+            _, _, _, stored_length, begin, parts, part = items[at]
+            assert (stored_length, parts, part) == (length, len(spans), chunk)
+            taken.append(begin + part)
+    assert sorted(taken) == list(range(count))
 
 
 @pytest.mark.parametrize("kv", [HALF, torch.int8, torch.uint8])
