@@ -92,6 +92,13 @@ def duration(seconds: float | None) -> str:
     return f"{number(seconds / 3600)} h"
 
 
+def energy(joules: float | None) -> str:
+    """Joules in the unit that suits: "0.213 J", "41.5 mJ"."""
+    if joules is None:
+        return MISSING
+    return f"{number(joules)} J" if joules >= 0.1 or joules == 0 else f"{number(1000 * joules)} mJ"
+
+
 def rate(per_second: float | None, unit: str = "tok/s") -> str:
     """A rate with its unit: "1,240 tok/s"."""
     return MISSING if per_second is None else f"{number(per_second)} {unit}"

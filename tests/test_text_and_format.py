@@ -110,3 +110,8 @@ def test_unicode_line_separators_do_not_make_a_second_line():
 def test_write_atomic_replaces_neither_devices_nor_folders(target):
     with pytest.raises(LabkitError, match="no ordinary file"):
         write_atomic(target, "x")
+
+
+@pytest.mark.parametrize(("joules", "text"), [(None, "–"), (0.0, "0 J"), (0.0415, "41.5 mJ"), (0.213, "0.213 J")])
+def test_energy(joules, text):
+    assert shown.energy(joules) == text

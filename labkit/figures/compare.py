@@ -19,6 +19,7 @@ METRICS = (
     ("first token, p95", "ttft_s.p95", fmt.duration, False),
     ("between tokens, p95", "inter_token_s.p95", fmt.duration, False),
     ("end to end, p95", "e2e_s.p95", fmt.duration, False),
+    ("energy for each output token", "energy_per_token_j", fmt.energy, False),
 )
 
 
@@ -62,7 +63,7 @@ class CompareInfo:
 
 
 def get_compare_info(baseline: RunRecord, other: RunRecord) -> CompareInfo:
-    """The two runs, `other` measured against `baseline`."""
+    """The two runs, `other` measured against `baseline`; a metric that neither has is left out."""
     differing = baseline.plan.config.differences(other.plan.config)
     first, second = summarize(baseline), summarize(other)
     metrics = tuple(
@@ -70,6 +71,7 @@ def get_compare_info(baseline: RunRecord, other: RunRecord) -> CompareInfo:
             title, _get(first, path), _get(second, path), show(_get(first, path)), show(_get(second, path)), more
         )
         for title, path, show, more in METRICS
+        if (_get(first, path), _get(second, path)) != (None, None)
     )
     knobs = tuple((name, before, after) for name, (before, after) in differing.items())
     return CompareInfo(baseline.name, other.name, knobs, tuple(metrics))

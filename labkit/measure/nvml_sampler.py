@@ -78,10 +78,6 @@ class NvmlSummary:
     max_memory_used_bytes: int | None
     unavailable: Mapping[str, str]
 
-    def energy_per_token_j(self, num_tokens: int) -> float | None:
-        """Joules for each of `num_tokens`; None without energy or tokens."""
-        return None if self.energy_j is None or num_tokens < 1 else self.energy_j / num_tokens
-
 
 class NvmlSampler:
     """Looks at a card every `interval_s` between `start` and `stop`; also a context manager.

@@ -32,6 +32,7 @@ class RunSummary:
         cached_share: prompt tokens found in the prefix cache over all prompt tokens of started requests.
         peak_kv_share: fullest moment of the pool, 0 to 1. tail_waste_share: then, tokens' worth of reserved but
             empty places over reserved places.
+        energy_per_token_j: of the card over the run, for each output token.
     """
 
     num_requests: int
@@ -47,6 +48,7 @@ class RunSummary:
     cached_share: float | None
     peak_kv_share: float | None
     tail_waste_share: float | None
+    energy_per_token_j: float | None = None
 
 
 def percentiles(values_s: Sequence[float]) -> Percentiles | None:
@@ -81,6 +83,7 @@ def summarize(record: RunRecord) -> RunSummary:
         cached_share=sum(row.num_cached_tokens for row in requests) / started_tokens if started_tokens else None,
         peak_kv_share=peak.num_blocks_used / blocks if peak and blocks else None,
         tail_waste_share=max(0.0, 1 - peak.num_tokens_stored / reserved) if peak and reserved else None,
+        energy_per_token_j=record.energy_j / output_tokens if record.energy_j is not None and output_tokens else None,
     )
 
 

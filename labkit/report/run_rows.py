@@ -36,6 +36,7 @@ COLUMNS = (
     "between tokens p50 / p95",
     "KV peak",
     "preemptions",
+    "energy per token",
     "finished requests",
     "verdict of the plan",
 )
@@ -57,6 +58,7 @@ def _row(record: RunRecord, best_id: str | None, baseline_id: str | None) -> Run
         _two(numbers.inter_token_s),
         fmt.MISSING if numbers.peak_kv_share is None else fmt.share(numbers.peak_kv_share, 1),
         fmt.count(numbers.num_preemptions),
+        fmt.energy(numbers.energy_per_token_j),
         f"{fmt.count(numbers.num_finished)} of {fmt.count(numbers.num_requests)}",
         record.plan.verdict,
     )

@@ -46,3 +46,14 @@ def test_a_run_that_gave_nothing_has_dashes():
     info = get_compare_info(sample_record(), state_records()["failed"])
     assert all(metric.words == "–" for metric in info.metrics)
     assert [row[2] for row in table(info)][-5:] == ["–"] * 5
+
+
+def test_energy_is_compared_where_a_card_gave_it():
+    record = sample_record()
+    tokens = sum(row.output_tokens for row in record.requests)
+    title = "energy for each output token"
+    without = get_compare_info(record, record)
+    assert title not in [metric.title for metric in without.metrics]
+    first, second = (dataclasses.replace(record, energy_j=joules * tokens) for joules in (0.2, 0.1))
+    found = next(metric for metric in get_compare_info(first, second).metrics if metric.title == title)
+    assert (found.before_text, found.after_text, found.words) == ("0.200 J", "0.100 J", "▼ −50 % better")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.measure.summary import percentiles
+from labkit.measure.summary import percentiles, summarize
+from tests.figures.samples import sample_record
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40))
@@ -20,3 +23,11 @@ def test_percentiles_agree_with_numpy(values):
 
 def test_percentiles_of_nothing_are_none_not_zero():
     assert percentiles([]) is None
+
+
+def test_energy_is_shared_by_the_output_tokens():
+    record = sample_record(num_requests=4)
+    tokens = sum(row.output_tokens for row in record.requests)
+    assert summarize(record).energy_per_token_j is None
+    assert summarize(dataclasses.replace(record, energy_j=50.0)).energy_per_token_j == 50.0 / tokens
+    assert summarize(dataclasses.replace(record, energy_j=50.0, requests=())).energy_per_token_j is None
