@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +12,7 @@ from labkit.engine.step_constants import StepConstants
 from labkit.engine.step_time import StepClock, StepLoad, StepTimeModel
 from labkit.errors import OutOfRangeError
 from labkit.experiments.fit_constants import fit_constants
-from labkit.experiments.virtual_run import virtual_engine
+from labkit.experiments.virtual_run import step_time_model
 from labkit.measure.run_record import RunRecord, StepRow
 
 # Log-normal widths of the prior around what is known already: of an engine whose host works in between …
@@ -44,8 +44,8 @@ def calibrate(constants: StepConstants, records: Sequence[RunRecord]) -> StepCon
         raise OutOfRangeError(
             "calibration needs runs of one model on one card", available=f"{len(records)} runs", works="1 to 3 runs"
         )
-    overlaps = _model(records[0], constants).launch.overlaps
-    parts = [_overlapped(record) if overlaps else _cycles(record) for record in records]
+    overlaps = step_time_model(records[0].plan, constants).launch.overlaps
+    parts = [(_overlapped if overlaps else _cycles)(record, constants) for record in records]
     measured = np.concatenate([part.measured_s for part in parts])
     if not len(measured):
         raise OutOfRangeError("the runs have no steps to calibrate with", works="a finished run of 3 steps or more")
@@ -64,14 +64,10 @@ def calibrate(constants: StepConstants, records: Sequence[RunRecord]) -> StepCon
     )  # fmt: skip
 
 
-def _model(record: RunRecord, constants: StepConstants) -> StepTimeModel:
-    return virtual_engine(record.plan, constants).gpu.model
-
-
 def _with_other_kv(found: StepConstants, prior: StepConstants, records: Sequence[RunRecord]) -> StepConstants:
     """What runs of one KV width say of the kernels holds for the width that none of them had as well."""
     wide, narrow = "kv_efficiency", "kv_efficiency_8bit"
-    seen = {_model(record, prior).cost.kv_is_quantized for record in records}
+    seen = {step_time_model(record.plan, prior).cost.kv_is_quantized for record in records}
     if len(seen) > 1:
         return found
     known, other = (narrow, wide) if seen.pop() else (wide, narrow)
@@ -83,26 +79,25 @@ class _Steps:
     """Steps of one record in order.
 
     Attributes:
-        measured_s: seconds of those that count, [counted]. counted: which of `rows`.
-        begins: which of `rows` come after a pause.
+        model: of step times, with some constants. load: the work of all steps.
+        measured_s: seconds of those that count, [counted]. counted: which they are.
+        begins: which steps come after a pause.
     """
 
-    record: RunRecord
-    rows: tuple[StepRow, ...]
+    model: StepTimeModel
+    load: StepLoad
     measured_s: np.ndarray
     counted: np.ndarray
     begins: np.ndarray
-    overlaps: bool
 
     def predicted_s(self, constants: StepConstants) -> np.ndarray:
         """Predicted seconds of the counted steps, [counted]."""
-        model = _model(self.record, constants)
-        load = load_of(model, self.rows, self.record.plan.block_bytes)
-        if not self.overlaps:
-            return model.seconds(load)[self.counted]
-        seconds = model.overlapped(load)
+        model = replace(self.model, constants=constants)
+        if not model.launch.overlaps:
+            return model.seconds(self.load)[self.counted]
+        seconds = model.overlapped(self.load)
         clock, pending, before = StepClock(), 0.0, 0.0
-        cycles = np.empty(len(self.rows))
+        cycles = np.empty(len(self.begins))
         starts = self.begins.tolist()
         for step, parts in enumerate(zip(seconds.host, seconds.launching, seconds.device, strict=True)):
             if starts[step]:
@@ -114,7 +109,7 @@ class _Steps:
         return np.maximum(cycles[self.counted], 1e-9)
 
 
-def _cycles(record: RunRecord) -> _Steps:
+def _cycles(record: RunRecord, constants: StepConstants) -> _Steps:
     """Steps followed at once by another, thinned evenly, and their start-to-start times."""
     pairs = [
         (step, after.start_s - step.start_s)
@@ -123,11 +118,13 @@ def _cycles(record: RunRecord) -> _Steps:
         and after.start_s - step.start_s < 3 * max(step.duration_s, 1e-9)
     ]  # fmt: skip
     kept = pairs[:: max(1, 3 * len(pairs) // _MOST_STEPS)]
-    rows, seconds = tuple(step for step, _ in kept), np.array([seconds for _, seconds in kept])
-    return _Steps(record, rows, seconds, np.arange(len(rows)), np.zeros(len(rows), dtype=bool), overlaps=False)
+    rows, seconds = [step for step, _ in kept], np.array([seconds for _, seconds in kept])
+    model = step_time_model(record.plan, constants)
+    load = load_of(model, rows, record.plan.block_bytes)
+    return _Steps(model, load, seconds, np.arange(len(rows)), np.zeros(len(rows), dtype=bool))
 
 
-def _overlapped(record: RunRecord) -> _Steps:
+def _overlapped(record: RunRecord, constants: StepConstants) -> _Steps:
     """Steps of an engine that returns from a step when the card is done with the one before: from end to end."""
     rows = record.steps[:_MOST_STEPS]
     ends = np.array([row.start_s + row.duration_s for row in rows])
@@ -139,7 +136,9 @@ def _overlapped(record: RunRecord) -> _Steps:
         index for index in range(1, len(rows))
         if not begins[index] and not begins[index - 1] and rows[index].num_tokens and rows[index - 1].num_tokens
     ], dtype=int)  # fmt: skip
-    return _Steps(record, rows, (ends[counted] - ends[counted - 1]), counted, begins, overlaps=True)
+    model = step_time_model(record.plan, constants)
+    load = load_of(model, rows, record.plan.block_bytes)
+    return _Steps(model, load, ends[counted] - ends[counted - 1], counted, begins)
 
 
 def load_of(model: StepTimeModel, rows: Sequence[StepRow], block_bytes: int) -> StepLoad:

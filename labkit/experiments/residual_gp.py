@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 # How far a simulation errs, how much of that all settings share, and over how much of a knob's range it changes;
@@ -44,15 +42,3 @@ class ResidualGp:
         weights = np.linalg.solve(known, cross.T)
         mean = weights.T @ np.array(self._values)
         return mean, np.sqrt(np.maximum(variance - (cross * weights.T).sum(axis=1), _FLOOR))
-
-
-def normal_cdf(values: np.ndarray) -> np.ndarray:
-    """P(Z ≤ value) of a standard normal."""
-    return np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in np.atleast_1d(values)])
-
-
-def expected_gain(mean: np.ndarray, deviation: np.ndarray, best: float) -> np.ndarray:
-    """E[max(0, value - best)] of normal values, [candidates] (expected improvement)."""
-    z = (mean - best) / deviation
-    density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
-    return (mean - best) * normal_cdf(z) + deviation * density

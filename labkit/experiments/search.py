@@ -1,24 +1,33 @@
 """`guided_search`: the best settings in a few launches, with the simulation as prior and measured runs as truth.
 
-Launch 1 is the default, launch 2 the best that the simulation sees; each corrects the simulation (a Gaussian process
-on log(measured/simulated)), and every further one goes where expected gain × P(latency in its limit) × P(fit) is
-largest. A launch that fails is a constraint learnt, not an error.
+Launch 1 is the default, launch 2 the best that the simulation sees; each corrects the simulation (its constants, and a
+Gaussian process on log(measured/simulated)), and every further one goes where the gain inside the limit × P(fit) is
+expected to be largest. At the end winner and default are launched once more. A launch that fails is a constraint
+learnt, not an error.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from labkit.errors import DoesNotFitError, OutOfRangeError
-from labkit.experiments.residual_gp import ResidualGp, expected_gain, normal_cdf
+from labkit.errors import DoesNotFitError, OutOfRangeError, WorkerError
+from labkit.experiments.residual_gp import ResidualGp
 
 Point = Mapping[str, Any]
+# Stop where no candidate is expected to gain 1 %, or each is 5 % better with a chance below 5 %.
 _WORTH, _BETTER, _DOUBT = 0.01, 0.05, 0.05
+# Predictions nearer than this are the same: what differs is a knob that does not bind.
+_ALIKE = 0.002
+# Launches that are kept for repeats where so many are allowed.
+_REPEATS, _REPEATS_FROM = 2, 6
+# A standard normal's quantiles at the middles of equal parts.
+_QUANTILES = np.array([NormalDist().inv_cdf((part + 0.5) / 256) for part in range(256)])
 
 
 @dataclass(frozen=True)
@@ -30,12 +39,14 @@ class Outcome:
         latency_s: what has a limit, such as the p99 of the time between tokens; None where nothing is limited.
         fit_probability: that it starts at all; of simulated outcomes.
         run_id: of the record behind it, where there is one.
+        light_value: the same value at a second, lighter load.
     """
 
     value: float
     latency_s: float | None = None
     fit_probability: float = 1.0
     run_id: str = ""
+    light_value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,10 @@ class Launch:
     expected: Outcome
     measured: Outcome | None
     error: str = ""
+    is_repeat: bool = False
+
+
+Simulate = Callable[[Point], Outcome | None]
 
 
 @dataclass(frozen=True)
@@ -53,46 +68,53 @@ class SearchResult:
     """The answer of a search.
 
     Attributes:
-        best: the launch with the largest value inside the limit; None when no launch was.
-        baseline: the default's launch.
-        gain: best over default - 1, None where one of the two is missing.
-        is_different: the gain is more than repeats differ by.
+        best: the launch with the largest value inside the limit, repeats averaged; None when no launch was.
+        baseline: the default's launch, repeats averaged.
+        gain: best over default - 1, None where one of the two is missing. gain_range: in which it lies in 19 of 20.
+        is_different: that range does not hold 0.
         launches: all, in order. num_candidates: configurations that were simulated. num_refused: dropped by the plan.
+        num_alike: dropped because the simulation gives them what it gives a safer one.
         stopped: why no further launch was made. sentence: the answer in words.
     """
 
     best: Launch | None
     baseline: Launch
     gain: float | None
+    gain_range: tuple[float, float] | None
     is_different: bool
     launches: tuple[Launch, ...]
     num_candidates: int
     num_refused: int
+    num_alike: int
     stopped: str
     sentence: str = field(default="")
 
 
 def guided_search(
     points: Sequence[Point],
-    simulate: Callable[[Point], Outcome | None],
+    simulate: Simulate,
     launch: Callable[[Point], Outcome],
     *,
     default: Point,
     latency_limit_s: float | None = None,
     max_runs: int = 8,
     noise: float = 0.02,
+    repeats: bool = True,
+    resimulate: Callable[[], Simulate | None] = lambda: None,
     is_cancelled: Callable[[], bool] = lambda: False,
     on_launch: Callable[[Launch], None] = lambda one: None,
 ) -> SearchResult:
     """Find the best of `points`.
 
     Args:
-        simulate: point → expected outcome, None for what the plan refuses; called once a point.
-        launch: point → measured outcome; a `DoesNotFitError` means that it did not start.
+        simulate: point → expected outcome, None for what the plan refuses.
+        launch: point → measured outcome; a `DoesNotFitError` or `WorkerError` means that it did not start.
         default: the settings to compare with, launched first.
         latency_limit_s: largest `Outcome.latency_s` that counts.
-        max_runs: launches at most.
+        max_runs: launches at most, repeats included.
         noise: relative standard deviation of a repeated launch.
+        repeats: launch winner and default once more, so that their difference is known.
+        resimulate: asked after the first two launches: a simulation that has learnt from them, or None.
 
     Raises:
         OutOfRangeError: no point is left, the default is refused, or fewer than 1 launch is allowed.
@@ -103,22 +125,43 @@ def guided_search(
     expected = [simulate(point) for point in known]
     if expected[0] is None:
         raise OutOfRangeError("the plan refuses the default settings", works="a default that fits")
-    kept = [(point, outcome) for point, outcome in zip(known, expected, strict=True) if outcome is not None]
+    fitting = [(point, outcome) for point, outcome in zip(known, expected, strict=True) if outcome is not None]
+    kept = without_alike(fitting)
     state = _State([point for point, _ in kept], [outcome for _, outcome in kept], latency_limit_s, noise)
-    stopped = f"{max_runs} launches were made"
+    explored = max_runs - _REPEATS if repeats and max_runs >= _REPEATS_FROM else max_runs
+    stopped = f"{explored} launches were made"
     index: int | None = 0
-    for _ in range(max_runs):
+    while index is not None and len(state.launches) < explored:
         if is_cancelled():
             stopped = "cancelled"
             break
-        if index is None:
-            break
         on_launch(state.launch(index, launch))
+        if len(state.launches) <= 2 and (learnt := resimulate()) is not None:
+            state.expect(learnt)
         index, why = state.next()
-        if index is None:
-            stopped = why
+        stopped = why or stopped
+    while repeats and len(state.launches) < max_runs and not is_cancelled():
+        once = state.to_repeat()
+        if once is None:
             break
-    return state.result(stopped, len(known) - len(kept), noise)
+        on_launch(state.launch(once, launch, is_repeat=True))
+    counts = (len(fitting), len(known) - len(fitting), len(fitting) - len(kept))
+    return state.result(stopped, *counts)
+
+
+def without_alike(pairs: Sequence[tuple[Point, Outcome]]) -> list[tuple[Point, Outcome]]:
+    """The first pair, and of those whose predictions are the same the one that is surest to start, in order."""
+    order = sorted(range(len(pairs)), key=lambda index: (index > 0, -pairs[index][1].fit_probability, index))
+    chosen: list[int] = []
+    for index in order:
+        if not any(_are_alike(pairs[index][1], pairs[other][1]) for other in chosen):
+            chosen.append(index)
+    return [pairs[index] for index in sorted(chosen)]
+
+
+def _are_alike(one: Outcome, other: Outcome) -> bool:
+    both = ((one.value, other.value), (one.latency_s, other.latency_s))
+    return all(a == b or (a and b and abs(math.log(a / b)) < _ALIKE) for a, b in both)
 
 
 class _State:
@@ -127,51 +170,72 @@ class _State:
     def __init__(
         self, points: Sequence[Point], expected: Sequence[Outcome], limit_s: float | None, noise: float
     ) -> None:
-        self.points, self.expected, self.limit_s = list(points), list(expected), limit_s
-        positions = scaled_positions(points)
-        self.value_gp, self.latency_gp = ResidualGp(positions, noise), ResidualGp(positions, 3 * noise)
-        self.launches: dict[int, Launch] = {}
-        self._fit_margin = 1.0
+        self.points, self.expected, self.limit_s, self.noise = list(points), list(expected), limit_s, noise
+        self.launches: list[Launch] = []
+        self._outcomes: dict[int, list[Outcome]] = {}
+        self._failed: set[int] = set()
+        self._positions = scaled_positions(points)
 
-    def launch(self, index: int, run: Callable[[Point], Outcome]) -> Launch:
+    def launch(self, index: int, run: Callable[[Point], Outcome], *, is_repeat: bool = False) -> Launch:
         point, expected = self.points[index], self.expected[index]
         try:
-            measured = run(point)
-        except DoesNotFitError as error:
-            self.launches[index] = Launch(point, expected, None, str(error))
-            # The plan was too hopeful once: what it called just as doubtful is now less likely to start.
-            self._fit_margin *= 0.5
-            return self.launches[index]
-        self.value_gp.add(index, math.log(measured.value / expected.value))
-        if measured.latency_s and expected.latency_s:
-            self.latency_gp.add(index, math.log(measured.latency_s / expected.latency_s))
-        self.launches[index] = Launch(point, expected, measured)
-        return self.launches[index]
+            one = Launch(point, expected, run(point), is_repeat=is_repeat)
+        except (DoesNotFitError, WorkerError) as error:
+            one = Launch(point, expected, None, str(error), is_repeat)
+            self._failed.add(index)
+        if one.measured is not None:
+            self._outcomes.setdefault(index, []).append(one.measured)
+        self.launches.append(one)
+        return one
 
-    def is_good(self, one: Launch) -> bool:
-        if one.measured is None:
-            return False
-        return self.limit_s is None or (one.measured.latency_s or 0.0) <= self.limit_s
+    def expect(self, simulate: Simulate) -> None:
+        """Take a simulation that knows more; what it refuses keeps its old outcome."""
+        again = [simulate(point) for point in self.points]
+        self.expected = [new or old for new, old in zip(again, self.expected, strict=True)]
 
-    def best(self) -> Launch | None:
-        good = [one for one in self.launches.values() if self.is_good(one)]
-        return max(good, key=lambda one: one.measured.value if one.measured else 0.0, default=None)
+    def mean(self, index: int) -> Outcome | None:
+        """What a point gave, repeats averaged; None where it never started."""
+        outcomes = self._outcomes.get(index)
+        if not outcomes or index in self._failed:
+            return None
+        value = math.exp(float(np.mean([math.log(one.value) for one in outcomes])))
+        times = [one.latency_s for one in outcomes if one.latency_s is not None]
+        return replace(outcomes[0], value=value, latency_s=float(np.mean(times)) if times else None)
+
+    def best(self) -> tuple[int, Outcome] | None:
+        good = [(index, mean) for index in self._outcomes if (mean := self.mean(index)) and self._is_allowed(mean)]
+        return max(good, key=lambda entry: entry[1].value, default=None)
+
+    def _is_allowed(self, outcome: Outcome) -> bool:
+        return self.limit_s is None or (outcome.latency_s or 0.0) <= self.limit_s
+
+    def to_repeat(self) -> int | None:
+        """The default, then the winner, where only one launch says what they give."""
+        best = self.best()
+        if best is None or best[0] == 0:
+            return None
+        once = [
+            index for index in (0, best[0]) if len(self._outcomes.get(index, ())) == 1 and index not in self._failed
+        ]
+        return once[0] if once else None
 
     def next(self) -> tuple[int | None, str]:
         """The candidate to launch, or None and why there is no point in one."""
-        left = [index for index in range(len(self.points)) if index not in self.launches]
+        left = [index for index in range(len(self.points)) if index not in self._outcomes and index not in self._failed]
         if not left:
             return None, "every configuration was launched"
-        mean, deviation = self.value_gp.posterior()
+        mean, deviation = self._residuals(lambda outcome: outcome.value, self.noise)
         values = mean + np.log([outcome.value for outcome in self.expected])
-        chance = self._chance()
+        # What slows a step lowers the throughput and raises the latency alike: one draw stands for both.
+        draws, allowed, fits = values - _QUANTILES[:, None] * deviation, self._allowed(), self._fits()
         best = self.best()
-        if len(self.launches) == 1 or best is None or best.measured is None:
-            # Nothing to beat yet: the largest expected value that is likely to be allowed.
-            return max(left, key=lambda index: math.exp(values[index]) * chance[index]), ""
-        goal = math.log(best.measured.value)
-        gains = expected_gain(values, deviation, goal) * chance
-        better = chance * normal_cdf((values - goal - math.log1p(_BETTER)) / deviation)
+        if len(self.launches) == 1 or best is None:
+            # Nothing to beat yet: the largest value to be expected inside the limit.
+            hoped = fits * (np.exp(draws) * allowed).mean(axis=0)
+            return max(left, key=lambda index: hoped[index]), ""
+        goal = math.log(best[1].value)
+        gains = fits * (np.maximum(0.0, draws - goal) * allowed).mean(axis=0)
+        better = fits * ((draws > goal + math.log1p(_BETTER)) & allowed).mean(axis=0)
         choice = max(left, key=lambda index: gains[index])
         if gains[choice] < _WORTH:
             return None, f"no other configuration is expected to gain {_WORTH:.0%}"
@@ -179,30 +243,53 @@ class _State:
             return None, f"no other configuration is more than {_BETTER:.0%} better with a chance of {_DOUBT:.0%}"
         return choice, ""
 
-    def _chance(self) -> np.ndarray:
-        """P(latency in its limit) × P(fit) of every candidate."""
-        fits = np.array([outcome.fit_probability for outcome in self.expected])
-        fits = np.where(fits < 1, fits * self._fit_margin, fits)
-        if self.limit_s is None:
-            return fits
-        mean, deviation = self.latency_gp.posterior()
-        expected = np.log([max(outcome.latency_s or 0.0, 1e-12) for outcome in self.expected])
-        return fits * normal_cdf((math.log(self.limit_s) - expected - mean) / deviation)
+    def _residuals(self, number: Callable[[Outcome], float | None], noise: float) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and deviation of log(measured/simulated) of every candidate."""
+        process = ResidualGp(self._positions, noise)
+        for index, outcomes in self._outcomes.items():
+            for outcome in outcomes:
+                measured, expected = number(outcome), number(self.expected[index])
+                if measured and expected:
+                    process.add(index, math.log(measured / expected))
+        return process.posterior()
 
-    def result(self, stopped: str, num_refused: int, noise: float) -> SearchResult:
-        launches = tuple(self.launches.values())
-        baseline, best = self.launches.get(0), self.best()
-        if baseline is None:
-            baseline = Launch(self.points[0], self.expected[0], None, "not launched")
-        gain = None
-        if best is not None and best.measured and baseline.measured:
-            gain = best.measured.value / baseline.measured.value - 1
-        # Two launches differ by chance by this much in one of twenty cases.
-        differs = gain is not None and gain > 1.96 * math.sqrt(2) * noise
+    def _allowed(self) -> np.ndarray:
+        """Whether each draw of each candidate is inside the limit, [draws, candidates]."""
+        if self.limit_s is None:
+            return np.ones((len(_QUANTILES), len(self.points)), dtype=bool)
+        mean, deviation = self._residuals(lambda outcome: outcome.latency_s, 3 * self.noise)
+        expected = np.log([max(outcome.latency_s or 0.0, 1e-12) for outcome in self.expected])
+        return expected + mean + _QUANTILES[:, None] * deviation <= math.log(self.limit_s)
+
+    def _fits(self) -> np.ndarray:
+        """P(it starts): the plan's, halved for each launch that failed although the plan was as sure of it."""
+        fits = np.array([outcome.fit_probability for outcome in self.expected])
+        failed = np.array([self.expected[index].fit_probability for index in self._failed])
+        return fits * 0.5 ** (fits[:, None] <= failed[None, :]).sum(axis=1)
+
+    def result(self, stopped: str, num_candidates: int, num_refused: int, num_alike: int) -> SearchResult:
+        best, default = self.best(), self.mean(0)
+        first = self.launches[0] if self.launches else Launch(self.points[0], self.expected[0], None, "not launched")
+        gain = between = None
+        if best is not None and default is not None:
+            gain = best[1].value / default.value - 1
+            between = self._range(math.log1p(gain), best[0])
+        winner = None if best is None else Launch(self.points[best[0]], self.expected[best[0]], best[1])
         found = SearchResult(
-            best, baseline, gain, differs, launches, len(self.points), num_refused, stopped,
+            winner, replace(first, measured=default), gain, between, between is not None and between[0] > 0,
+            tuple(self.launches), num_candidates, num_refused, num_alike, stopped,
         )  # fmt: skip
-        return SearchResult(**{**found.__dict__, "sentence": _sentence(found)})
+        return replace(found, sentence=_sentence(found))
+
+    def _range(self, log_gain: float, index: int) -> tuple[float, float]:
+        """In which the gain lies in 19 of 20 cases, by what repeats differ; the usual noise counts as two more."""
+        if index == 0:
+            return 0.0, 0.0
+        pairs = [[math.log(one.value) for one in outcomes] for outcomes in self._outcomes.values() if len(outcomes) > 1]
+        variance = (2 * self.noise**2 + sum(float(np.var(pair, ddof=1)) for pair in pairs)) / (2 + len(pairs))
+        counts = [len(self._outcomes[0]), len(self._outcomes[index])]
+        half = 1.96 * math.sqrt(variance * sum(1 / count for count in counts))
+        return math.expm1(log_gain - half), math.expm1(log_gain + half)
 
 
 def scaled_positions(points: Sequence[Point]) -> np.ndarray:
@@ -226,8 +313,9 @@ def _sentence(found: SearchResult) -> str:
     made = f"{len(found.launches)} launches of {found.num_candidates} configurations"
     if found.best is None:
         return f"No configuration met the limit in {made}; {found.stopped}."
-    if not found.is_different or found.gain is None:
+    if not found.is_different or found.gain is None or found.gain_range is None:
         return f"No difference from the default beyond what repeats differ by, after {made}; {found.stopped}."
     changes = {name: value for name, value in found.best.point.items() if found.baseline.point.get(name) != value}
     words = ", ".join(f"{name} {value}" for name, value in changes.items())
-    return f"{words}: {found.gain:+.0%} over the default, found in {made}; {found.stopped}."
+    low, high = found.gain_range
+    return f"{words}: {found.gain:+.0%} ({low:+.0%} to {high:+.0%}) over the default, found in {made}; {found.stopped}."

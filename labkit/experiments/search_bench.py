@@ -77,6 +77,7 @@ def shares_within(
             default=points[len(points) // 2],
             latency_limit_s=grid.limit_s,
             max_runs=max_runs,
+            repeats=False,
         )
         value = found.best.measured.value if found.best and found.best.measured else 0.0
         met.append(value >= (1 - tolerance) * grid.best)

@@ -111,11 +111,15 @@ def virtual_engine(plan: MemoryPlan, constants: StepConstants, seed: int = 0) ->
             "the plan does not fit", available=f"{plan.kv_cache_tokens} KV tokens",
             works=f"max_model_len {plan.max_model_len_that_fits}", knob=plan.binding_limit,
         )  # fmt: skip
+    return VirtualEngine(plan, step_time_model(plan, constants), seed=seed)
+
+
+def step_time_model(plan: MemoryPlan, constants: StepConstants) -> StepTimeModel:
+    """How long steps take under `plan`, launched as its engine launches them."""
     config = plan.config
     is_moe = plan.model.moe is not None
     launch = vllm_launch_rules(config) if plan.engine == "vllm" else labkit_rules(config, is_moe=is_moe)
-    model = StepTimeModel(step_cost(plan.model, config), plan.gpu, constants, launch)
-    return VirtualEngine(plan, model, seed=seed)
+    return StepTimeModel(step_cost(plan.model, config), plan.gpu, constants, launch)
 
 
 class VirtualRun:
