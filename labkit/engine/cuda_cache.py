@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
+from labkit.engine.cuda_swap import SwapLane
 from labkit.engine.host_memory import swap_pool
 from labkit.errors import UnsupportedError
 from labkit.memory.labkit_rules import POOL_ALIGNMENT_BYTES, TOKEN_SCALED, blocks_in_pool
@@ -27,6 +27,9 @@ EIGHT_BIT = MappingProxyType(
         "fp8_per_token_head": torch.float8_e4m3fn,
     }
 )
+
+# On the card for swapped blocks on their way, in each direction; a request of 1,000 tokens has about so much KV.
+STAGED_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,14 @@ class CacheFormat:
     def blocks_in(self, num_bytes: int) -> int:
         """Blocks that fit in an allocation of `num_bytes`, each part at an aligned start."""
         return blocks_in_pool(num_bytes, self.block_bytes, len(self._steps(0)))
+
+    def num_staged(self, num_swap_blocks: int) -> int:
+        """Blocks that may be on their way between card and host, in each direction."""
+        return min(num_swap_blocks, max(1, STAGED_BYTES // self.block_bytes))
+
+    def staged_bytes(self, num_swap_blocks: int) -> int:
+        """Bytes on the card for blocks on their way."""
+        return 2 * self.pool_bytes(self.num_staged(num_swap_blocks)) if num_swap_blocks else 0
 
     def _steps(self, num_blocks: int) -> list[int]:
         sizes = [size * num_blocks for heads in self.heads for size in self._part_bytes(*heads)]
@@ -144,6 +155,9 @@ class CudaKVCache:
         num_blocks, num_swap_blocks: blocks on the device and in host memory.
         memory: bytes on the device, `form.pool_bytes(num_blocks)` or more; the host pool is pinned for a card.
 
+    Attributes:
+        staged_bytes: on the device beside `memory`, for swapped blocks on their way.
+
     Raises:
         DoesNotFitError: the host has no room for the swap blocks.
     """
@@ -155,7 +169,8 @@ class CudaKVCache:
         pinned = memory.is_cuda and num_swap_blocks > 0
         host = swap_pool(form.pool_bytes(num_swap_blocks), pinned=pinned)
         self._host = form.carve(host, num_swap_blocks)
-        self._swappers = self._make_swappers() if num_swap_blocks else None
+        self.staged_bytes = form.staged_bytes(num_swap_blocks)
+        self._lane = self._make_lane(form.num_staged(num_swap_blocks)) if num_swap_blocks else None
 
     @property
     def layers(self) -> tuple[LayerCache, ...]:
@@ -179,29 +194,26 @@ class CudaKVCache:
         """
         if not swap_out and not swap_in:
             return
-        if self._swappers is None:
+        if self._lane is None:
             self._swap_with_torch(swap_out, swap_in)
             return
-        for swapper in self._swappers:
-            if swap_out:
-                swapper.wait(swapper.swap_out(swap_out))
-            if swap_in:
-                swapper.wait(swapper.swap_in([(host, block) for block, host in swap_in]))
+        self._lane.swap_out(swap_out)
+        self._lane.swap_in(swap_in)
 
-    def _make_swappers(self) -> list[Any] | None:
-        """One for each shape and type of cache; None where there is nothing to swap, or no kernel to do it."""
-        from labkit_kernels.block_copy import BlockSwapper
+    def finish_swaps(self) -> None:
+        """Wait until no block is on its way; before the memory is given up."""
+        if self._lane is not None:
+            self._lane.finish()
+
+    def _make_lane(self, num_staged: int) -> SwapLane | None:
+        """None where no kernel can run."""
         from labkit_kernels.ops import interpreting
 
         if not self.memory.is_cuda and not interpreting():
             return None
-        groups: dict[tuple, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for layer, host in zip(self._pool.layers, self._host.layers, strict=True):
-            for ours, theirs in zip(layer.tensors(), host.tensors(), strict=True):
-                both = groups.setdefault((ours.dtype, ours.shape), ([], []))
-                both[0].append(ours)
-                both[1].append(theirs)
-        return [BlockSwapper(ours, theirs) for ours, theirs in groups.values()]
+        staged = torch.empty(self.staged_bytes, dtype=torch.uint8, device=self.memory.device)
+        leaving, coming = (self.form.carve(half, num_staged).layers for half in staged.chunk(2))
+        return SwapLane(self._pool.layers, self._host.layers, leaving, coming, num_staged)
 
     def _swap_with_torch(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> None:
         if swap_out:

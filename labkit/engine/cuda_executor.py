@@ -155,9 +155,7 @@ class CudaExecutor:
         memory.cache.swap(batch.swap_out, batch.swap_in)
         if not batch.sequences:
             return PendingStep(torch.empty(0, dtype=torch.int64), [], None)
-        for sequence, slot, block_table in zip(batch.sequences, batch.slots, batch.block_tables, strict=True):
-            memory.tables.update(sequence, slot, block_table)
-        memory.tables.send_changes()
+        _bring_tables(memory, batch)
         penalized = [entry for entry in batch.sequences if entry.request.sampling.repetition_penalty != 1.0]
         shape = None if memory.graphs is None or penalized else memory.graphs.shape_for(shape_of(batch))
         step = arrange(batch, memory.tables, memory.cache.form.block_size, shape)
@@ -170,6 +168,17 @@ class CudaExecutor:
         else:
             tokens = self._compute(memory, tensors, _owners(step, batch) if penalized else [])
         return self._send_back(memory, tokens, _rows_in_order(step, batch), started)
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: ScheduledBatch) -> torch.Tensor:
+        """What the final norm gives for each token of `batch`, `[T, hidden_size]` in its order; nothing is sampled."""
+        memory = self._memory()
+        _bring_tables(memory, batch)
+        step = arrange(batch, memory.tables, memory.cache.form.block_size)
+        hidden = self._hidden(memory, memory.staging.send(step))
+        counts = np.diff(batch.query_starts)
+        placed = np.argsort(np.repeat(counts != 1, counts), kind="stable")
+        return hidden.index_select(0, torch.from_numpy(np.argsort(placed)).to(self._device))
 
     def collect(self, pending: PendingStep) -> list[int]:
         """Wait for a step and return its tokens as `execute` does."""
@@ -188,7 +197,7 @@ class CudaExecutor:
             "block_tables": memory.tables_bytes,
             "activation": costs.activation_bytes,
             "cuda_graphs": memory.graphs_bytes,
-            "workspace": self._workspace_bytes(memory.graphs_bytes),
+            "workspace": self._workspace_bytes(memory.graphs_bytes) + memory.cache.staged_bytes,
             "outside": self._measured.outside_bytes,
         }
 
@@ -230,6 +239,7 @@ class CudaExecutor:
         if self._allocated is None:
             return []
         self._allocated.graphs = None
+        self._allocated.cache.finish_swaps()
         spare = [self._allocated.cache.memory]
         self._allocated = None
         return spare
@@ -261,7 +271,8 @@ class CudaExecutor:
             if self._shape_key(plan) not in self._measured.costs:
                 spare.clear()
             give_back(self._device)
-            costs, workspace = self._costs(plan, form), self._workspace_bytes()
+            costs = self._costs(plan, form)
+            workspace = self._workspace_bytes() + form.staged_bytes(_swap_blocks(plan, form))
             self.budget_parts = {
                 "weights": self._weights_bytes, "block_tables": costs.tables_bytes,
                 "activation": costs.activation_bytes, "cuda_graphs": costs.graphs_bytes, "workspace": workspace,
@@ -387,6 +398,15 @@ class CudaExecutor:
         self, memory: _Allocated, step: StepTensors, penalized: list[Sequence | None] | None = None
     ) -> torch.Tensor:
         """Tokens int64 [places]; those that count are kept by slot for the next step as well."""
+        parts, hidden = step.tensors, self._hidden(memory, step)
+        if "sample_rows" in parts:
+            hidden = hidden.index_select(0, parts["sample_rows"])
+        tokens = self._decoder.ranks.from_first(sample(self._logits(hidden, penalized or []), step.sampling))
+        memory.last_tokens.index_copy_(0, parts["sample_slots"], tokens)
+        return tokens
+
+    def _hidden(self, memory: _Allocated, step: StepTensors) -> torch.Tensor:
+        """[rows, hidden_size] after the final norm, sequences with one new token first."""
         parts, count = step.tensors, step.shape.num_decodes
         rows = AttentionRows(
             num_decodes=count,
@@ -402,12 +422,7 @@ class CudaExecutor:
             newest = torch.where(known[:count] < 0, newest, known[:count])
             known = newest if count == known.shape[0] else torch.cat((newest, known[count:]))
         memory.attention.begin(rows)
-        hidden = memory.forward(known, parts["positions"])
-        if "sample_rows" in parts:
-            hidden = hidden.index_select(0, parts["sample_rows"])
-        tokens = self._decoder.ranks.from_first(sample(self._logits(hidden, penalized or []), step.sampling))
-        memory.last_tokens.index_copy_(0, parts["sample_slots"], tokens)
-        return tokens
+        return memory.forward(known, parts["positions"])
 
     def _logits(self, hidden: torch.Tensor, penalized: list[Sequence | None]) -> torch.Tensor:
         """[S, vocab] in the model's type; float32 where a cap or a penalty changes them."""
@@ -433,6 +448,12 @@ class CudaExecutor:
             if started is not None and self.times is not None:
                 self.times.append((started, done))
         return PendingStep(result, rows, done)
+
+
+def _bring_tables(memory: _Allocated, batch: ScheduledBatch) -> None:
+    for sequence, slot, block_table in zip(batch.sequences, batch.slots, batch.block_tables, strict=True):
+        memory.tables.update(sequence, slot, block_table)
+    memory.tables.send_changes()
 
 
 def _graph_shapes(plan: MemoryPlan) -> tuple[list[StepShape], list[StepShape]]:

@@ -10,7 +10,7 @@ import json
 
 import torch
 
-from labkit.engine import Engine, EngineRequest, SamplingParams
+from labkit.engine import Engine, EngineRequest, SamplingParams, cuda_cache
 from labkit.engine.cuda_executor import CudaExecutor
 from labkit.engine.cuda_graphs import next_larger
 from labkit.engine.cuda_inputs import StepShape
@@ -132,8 +132,11 @@ def main() -> None:
         "qwen with a penalty": both(qwen, make_plan(qwen, block_size=8), repetition_penalty=1.7),
         "windows and caps": both(gemma, make_plan(gemma)),
         "recompute": both(flat, make_plan(flat, blocks=6), max_tokens=10),
-        "swap": both(flat, make_plan(flat, blocks=6, swap=16, preemption_mode="swap"), max_tokens=10),
     }
+    swapping = make_plan(flat, blocks=6, swap=16, preemption_mode="swap")
+    results["swap"] = both(flat, swapping, max_tokens=10)
+    cuda_cache.STAGED_BYTES = 1
+    results["swap block by block"] = both(flat, swapping, max_tokens=10)
     results["padded"] = padded(llama)
     results["other blocks"] = reconfigured(flat)
     drawn = [serve(flat, make_plan(flat, blocks=blocks), True, temperature=1.0, seed=4)[0] for blocks in (32, 6)]

@@ -26,14 +26,24 @@ def results():
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen with a penalty", "windows and caps", "recompute", "swap", "padded", "other blocks"]
+    "name",
+    [
+        "llama",
+        "qwen with a penalty",
+        "windows and caps",
+        "recompute",
+        "swap",
+        "swap block by block",
+        "padded",
+        "other blocks",
+    ],
 )
 def test_greedy_tokens_are_those_of_the_cpu_executor(results, name):
     """Prefill in chunks beside decode, fused and plain layers, preempted requests."""
     assert results[name]["cuda"] == results[name]["cpu"]
 
 
-@pytest.mark.parametrize("name", ["recompute", "swap"])
+@pytest.mark.parametrize("name", ["recompute", "swap", "swap block by block"])
 def test_small_pools_do_send_requests_back(results, name):
     assert results[name]["preemptions"] > 0
 

@@ -188,6 +188,19 @@ def test_knobs_do_not_change_tokens(decoders, knobs):
         assert preemptions > 0
 
 
+@pytest.mark.parametrize("staged_blocks", [3, 1000])
+def test_swapped_blocks_pass_in_turns(decoders, monkeypatch, staged_blocks):
+    """Many requests leave and come back, a few blocks at a time or all at once, while others are computed."""
+    from labkit.engine import cuda_cache
+
+    knobs = {"num_gpu_blocks_override": 40, "preemption_mode": "swap", "swap_space": 0.02, "max_num_batched_tokens": 32}
+    monkeypatch.setattr(cuda_cache, "STAGED_BYTES", staged_blocks * 4 * 2 * 16 * 3 * 64 * 4)
+    asked = requests(max_tokens=120)
+    outputs, preemptions = serve(decoders["float32"], asked, **knobs)
+    assert preemptions > 5
+    assert outputs == serve(decoders["float32"], asked)[0]
+
+
 @pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2", "int8_per_token_head"])
 def test_eight_bit_kv_stays_near_the_models_choice(decoders, kind):
     asked = requests()
