@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from labkit.errors import DoesNotFitError, UnsupportedError
+from labkit.errors import DoesNotFitError, FileFormatError, UnsupportedError
 from labkit.experiments.backend import Emit, IsCancelled
 from labkit.experiments.rank_backend import threads_of_environment
 from labkit.experiments.rank_group import RankGroup
 from labkit.experiments.run import PromptOf, RunOptions, RunOutcome, WorkloadRun
 from labkit.experiments.serialise import from_plain, rows_to_plain, to_plain
+from labkit.measure.allocator import torch_snapshot
 from labkit.measure.card_users import other_programs
 from labkit.measure.run_watch import RunWatch
 from labkit.measure.step_counters import CountedSteps, count_decode_steps
 from labkit.memory.records import MemoryPlan
 from labkit.specs.model_spec import ModelSpec
 from labkit.specs.workload import Workload
+from labkit.text import plain
 from labkit.versions import versions
 
 
@@ -133,13 +137,18 @@ class EngineBackend:
     def _counted(
         self, outcome: RunOutcome, options: RunOptions, prompt_of: PromptOf, emit: Emit, is_cancelled: IsCancelled
     ) -> CountedSteps:
-        """Counters of steps like those of the fullest moment, as many as were asked for."""
-        if not options.counted_steps:
+        """Counters of steps like those of the fullest moment, as many as were asked for; torch's snapshot of them."""
+        if not options.counted_steps and not options.snapshot_file:
             return CountedSteps()
-        start = time.monotonic()
+        start, counted = time.monotonic(), CountedSteps()
         emit(_progress("count steps", 0, start))
-        contexts = [_context(prompt_of(index), length) for index, length in outcome.fullest_requests]
-        counted = count_decode_steps(self._engine, contexts, options.counted_steps, is_cancelled)
+        try:
+            with torch_snapshot(options.snapshot_file) if options.snapshot_file else contextlib.nullcontext():
+                if options.counted_steps:
+                    contexts = [_context(prompt_of(index), length) for index, length in outcome.fullest_requests]
+                    counted = count_decode_steps(self._engine, contexts, options.counted_steps, is_cancelled)
+        except (UnsupportedError, FileFormatError) as error:
+            counted = dataclasses.replace(counted, notes=(*counted.notes, f"no memory snapshot: {plain(error, 300)}"))
         emit(_progress("count steps", 1, start))
         return counted
 

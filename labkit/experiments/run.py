@@ -32,6 +32,8 @@ class RunOptions:
         seed: of the engine.
         report_every_s: rows and progress are given out this often (8 times a second is what a panel can draw).
         counted_steps: decode steps to count with the card's counters after the timed ones; 0 counts none.
+        snapshot_file: where to write torch's allocator after the run, with what it did in the counted steps, as
+            torch's memory viewer opens it; "" writes none.
     """
 
     arrival_scale: float = 1.0
@@ -39,6 +41,7 @@ class RunOptions:
     seed: int = 0
     report_every_s: float = 0.125
     counted_steps: int = 0
+    snapshot_file: str = ""
 
     def __post_init__(self) -> None:
         for name in ("arrival_scale", "temperature"):

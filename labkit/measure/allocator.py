@@ -145,6 +145,18 @@ def recorded_allocations(max_entries: int = MAX_TRACE_ENTRIES) -> Iterator[None]
         torch.cuda.memory._record_memory_history(None)
 
 
+@contextmanager
+def torch_snapshot(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Records the allocator's events while the block runs and writes its snapshot to `path` at the end.
+
+    Raises:
+        UnsupportedError, FileFormatError: as `write_torch_snapshot`.
+    """
+    with recorded_allocations():
+        yield
+        write_torch_snapshot(path)
+
+
 def write_torch_snapshot(path: str | os.PathLike[str], dump: Callable[[str], None] | None = None) -> Path:
     """Write the allocator's snapshot as torch's own viewer (pytorch.org/memory_viz) opens it; whole or not at all.
 

@@ -36,6 +36,19 @@ def test_predicted_is_measured(session, changes):
     assert record.energy_j is None
 
 
+def test_counters_and_memory_say_what_they_are(session, tmp_path):
+    """On a CPU: the cache of a card is simulated, memory is the process's, and what only a card has is said."""
+    options = RunOptions(report_every_s=0.0, counted_steps=2, snapshot_file=str(tmp_path / "snapshot.pickle"))
+    record = session.run(SMALL, options=options)
+    assert record.counters.method.startswith("simulated")
+    assert record.counters.scope == "attention of a decode step of 3 requests"
+    assert record.step_counters is record.nvml is None
+    assert "no memory snapshot: torch's allocator keeps no account on a CPU" in record.counter_notes[0]
+    assert max(sample.kv_used_bytes for sample in record.memory_timeline) > 0
+    assert min(sample.process_bytes for sample in record.memory_timeline) > record.measured.weights_bytes
+    assert session.store.get(record.run_id) == record
+
+
 def test_weights_are_loaded_once(session):
     session.run(SMALL)
     phases = []

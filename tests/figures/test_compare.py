@@ -56,4 +56,4 @@ def test_energy_is_compared_where_a_card_gave_it():
     assert title not in [metric.title for metric in without.metrics]
     first, second = (dataclasses.replace(record, energy_j=joules * tokens) for joules in (0.2, 0.1))
     found = next(metric for metric in get_compare_info(first, second).metrics if metric.title == title)
-    assert (found.before_text, found.after_text, found.words) == ("0.200 J", "0.100 J", "▼ −50 % better")
+    assert (found.before_text, found.after_text, found.words) == ("0.200 J", "0.100 J", "▲ −50 % better")

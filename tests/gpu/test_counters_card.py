@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -121,8 +124,8 @@ def test_nvml_while_the_card_works(gpu):
 
 
 @pytest.fixture(scope="module")
-def record(gpu, tmp_path_factory):
-    """A run of a session in a worker of its own, with three counted steps."""
+def run(gpu, tmp_path_factory):
+    """A run of a session in a worker of its own, with three counted steps, and its torch snapshot."""
     pytest.importorskip("sqlalchemy", reason="the run store needs SQLAlchemy")
     from labkit.experiments.lab_session import LabSession
     from labkit.experiments.run import RunOptions
@@ -132,7 +135,26 @@ def record(gpu, tmp_path_factory):
     store = tmp_path_factory.mktemp("runs") / "runs.sqlite3"
     torch.cuda.empty_cache()
     with LabSession(load_model("Qwen/Qwen3-0.6B"), gpu, workload, config=config, store=store) as session:
-        return session.run(options=RunOptions(arrival_scale=0, counted_steps=3))
+        snapshot = str(store.with_name("snapshot.pickle"))
+        done = session.run(options=RunOptions(arrival_scale=0, counted_steps=3, snapshot_file=snapshot))
+        return done, Path(snapshot)
+
+
+@pytest.fixture
+def record(run):
+    return run[0]
+
+
+def test_torchs_memory_viewer_opens_the_snapshot(run):
+    from torch.cuda import _memory_viz
+
+    snapshot = pickle.loads(run[1].read_bytes())
+    reserved = sum(segment["total_size"] for segment in snapshot["segments"])
+    assert reserved >= run[0].measured.kv_cache_bytes
+    assert f"total_reserved: {_memory_viz.Bytes(reserved)}" in _memory_viz.segsum(snapshot)
+    assert "entries" in _memory_viz.trace(snapshot)
+    assert len(_memory_viz.trace_plot(snapshot)) > len(_memory_viz._memory_viz_template)
+    assert len(_memory_viz.segment_plot(snapshot)) > len(_memory_viz._memory_viz_template)
 
 
 def test_steps_of_a_run_are_counted(record):

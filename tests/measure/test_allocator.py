@@ -1,5 +1,9 @@
 """The allocator's timeline from its own events, the written snapshot, and the device's bytes by difference."""
 
+import base64
+import pickle
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,3 +124,23 @@ def test_parts_sum_to_what_nvml_says():
     for bad in ({"weights_bytes": 60}, {"process_bytes": 70}, {"process_bytes": 101}):
         with pytest.raises(OutOfRangeError):
             split_device(100, state, **({"weights_bytes": 20, "pool_bytes": 40, "process_bytes": 90} | bad))
+
+
+def test_torchs_memory_viewer_opens_what_is_written(tmp_path):
+    """A snapshot in the form that torch/cuda/memory.py documents, through the viewer's own checks and plots."""
+    viz = pytest.importorskip("torch.cuda._memory_viz")
+    block = {"address": 4096, "size": 2**20, "requested_size": 2**20 - 100, "state": "active_allocated", "frames": []}
+    free = block | {"address": 4096 + 2**20, "size": 31 * 2**20, "requested_size": 0, "state": "inactive"}
+    segment = {"device": 0, "address": 4096, "total_size": 2**25, "allocated_size": 2**20, "active_size": 2**20,
+               "stream": 0, "segment_type": "large", "blocks": [block, free]}  # fmt: skip
+    snapshot = {"segments": [segment], "device_traces": [TRACE], "allocator_settings": {}}
+
+    def dump(name):
+        Path(name).write_bytes(pickle.dumps(snapshot))
+
+    kept = pickle.loads(write_torch_snapshot(tmp_path / "snapshot.pickle", dump).read_bytes())
+    assert "total_reserved: 32.0MiB" in viz.segsum(kept)
+    assert "cudaMalloc(1, 2.0MiB)" in viz.trace(kept)
+    embedded = base64.b64encode(pickle.dumps(snapshot)).decode()[:200]
+    assert embedded in viz.trace_plot(kept)
+    assert embedded in viz.segment_plot(kept)
