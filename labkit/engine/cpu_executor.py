@@ -97,14 +97,20 @@ class CpuExecutor:
         memory.cache.swap(batch.swap_out, batch.swap_in)
         if not batch.sequences:
             return []
-        _begin(memory, batch)
-        hidden = self._decoder.forward(torch.tensor(batch.token_ids), torch.tensor(batch.positions), memory.attention)
+        hidden = self.hidden_states(batch)
         chosen = [row for row, samples in enumerate(batch.samples) if samples]
         if not chosen:
             return []
         last_rows = torch.tensor([batch.query_starts[row + 1] - 1 for row in chosen])
         logits = self._decoder.logits(hidden.index_select(0, last_rows))
         return sample(logits, [batch.sequences[row] for row in chosen])
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: ScheduledBatch) -> torch.Tensor:
+        """What the final norm gives for each token of `batch`, `[T, hidden_size]`; nothing is sampled."""
+        memory = self._memory()
+        _begin(memory, batch)
+        return self._decoder.forward(torch.tensor(batch.token_ids), torch.tensor(batch.positions), memory.attention)
 
     def memory_parts(self) -> dict[str, int]:
         """See `Executor.memory_parts`."""

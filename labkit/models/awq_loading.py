@@ -84,9 +84,11 @@ class AwqReader:
 
 
 def _check_multiple(part: AwqPart, first: int, last: int, multiple: int) -> None:
-    if first % multiple or last % multiple:
-        raise OutOfRangeError(
-            f"{plain(part.name, 100)!r}: columns {first} to {last} of a 4-bit matrix are no multiples of {multiple}",
-            works="fewer ranks, or the model in 16 bit",
-            knob="tensor_parallel_size",
-        )
+    if first % multiple == 0 and last % multiple == 0:
+        return
+    is_share = (first, last) not in ((0, part.inputs), (0, part.outputs))
+    raise OutOfRangeError(
+        f"{plain(part.name, 100)!r}: columns {first} to {last} of a 4-bit matrix are no multiples of {multiple}",
+        works="fewer ranks, or the model in 16 bit" if is_share else "the model in 16 bit, or in smaller groups",
+        knob="tensor_parallel_size" if is_share else "quantization",
+    )

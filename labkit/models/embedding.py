@@ -1,8 +1,9 @@
-"""Embedding mode: one vector for each text, from the last token or the mean of all, at unit length."""
+"""Embedding mode: one vector for each text, from its last or first token or the mean of all, at unit length."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 from labkit.errors import OutOfRangeError
 from labkit.models.attention import DenseAttention
 from labkit.models.decoder import Decoder
+from labkit.specs.model_spec import ModelSpec
+from labkit.text import plain
 
-POOLINGS = ("last", "mean")
+POOLINGS = ("last", "mean", "cls")
 
 
 def embed(
@@ -27,7 +30,8 @@ def embed(
     Args:
         decoder: the model.
         prompts: token ids of each text, as the model's tokenizer frames them.
-        pooling: "last" (hidden state of the last token) or "mean" (over all tokens); the spec's when None.
+        pooling: "last" (hidden state of the last token), "mean" (over all tokens) or "cls" (of the first token); the
+            spec's when None.
         normalize: divide each vector by its Euclidean length.
         max_batched_tokens: texts are computed together up to this many tokens; one longer text goes alone.
 
@@ -35,9 +39,7 @@ def embed(
         OutOfRangeError: an empty text, a text longer than the model's positions, a token outside the vocabulary, or
             an unknown pooling.
     """
-    kind = decoder.spec.pooling if pooling is None else pooling
-    if kind not in POOLINGS:
-        raise OutOfRangeError(f"pooling is {kind!r}", works=" or ".join(POOLINGS), knob="pooling")
+    kind = check_pooling(decoder.spec, pooling)
     for index, prompt in enumerate(prompts):
         _check(decoder, index, prompt)
     rows = [_pooled(decoder, batch, kind) for batch in _batches(prompts, max_batched_tokens)]
@@ -45,6 +47,33 @@ def embed(
         return torch.empty((0, decoder.spec.hidden_size), device=decoder.device)
     vectors = torch.cat(rows)
     return F.normalize(vectors, dim=-1) if normalize else vectors
+
+
+def check_pooling(spec: ModelSpec, pooling: str | None) -> str:
+    """The pooling that is asked for, or the model's.
+
+    Raises:
+        OutOfRangeError: an unknown one.
+    """
+    kind = spec.pooling if pooling is None else pooling
+    if kind not in POOLINGS:
+        raise OutOfRangeError(f"pooling is {plain(repr(kind), 40)}", works=" or ".join(POOLINGS), knob="pooling")
+    return kind
+
+
+def pool(hidden: torch.Tensor, lengths: Sequence[int], kind: str) -> torch.Tensor:
+    """One vector for each sequence, float32 `[len(lengths), hidden_size]`, not normalised.
+
+    Args:
+        hidden: `[T, hidden_size]`, the sequences' tokens one after the other.
+        lengths: tokens of each sequence, 1 or more.
+        kind: one of `POOLINGS`.
+    """
+    if kind == "mean":
+        return torch.stack([part.float().mean(dim=0) for part in hidden.split(list(lengths))])
+    ends = list(accumulate(lengths))
+    rows = [end - length for end, length in zip(ends, lengths, strict=True)] if kind == "cls" else [e - 1 for e in ends]
+    return hidden.index_select(0, torch.tensor(rows, device=hidden.device)).float()
 
 
 def _check(decoder: Decoder, index: int, prompt: Sequence[int]) -> None:
@@ -71,6 +100,4 @@ def _pooled(decoder: Decoder, batch: Sequence[Sequence[int]], kind: str) -> torc
     decoder.reserve_positions(max(lengths))
     tokens = torch.tensor([token for prompt in batch for token in prompt], device=decoder.device)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(decoder.device)
-    hidden = decoder.forward(tokens, positions, DenseAttention(decoder.spec, lengths)).float()
-    parts = hidden.split(lengths)
-    return torch.stack([part[-1] if kind == "last" else part.mean(dim=0) for part in parts])
+    return pool(decoder.forward(tokens, positions, DenseAttention(decoder.spec, lengths)), lengths, kind)
