@@ -1,4 +1,4 @@
-"""Decode's small steps in one launch: q/k norm (Qwen3), RoPE on q and k, and the quantised write of k and v.
+"""A layer's small steps in one launch: q/k norm (Qwen3), RoPE on q and k, and the quantised write of k and v.
 
 References: `rms_norm`, `rope` and `quantise` in `labkit_kernels.reference`.
 """
@@ -20,6 +20,10 @@ from labkit_kernels.checks import (
     check_shape,
 )
 from labkit_kernels.kv_write import KVTarget, store_rows
+
+# A program takes one row where there are few, for the shortest time; where launching programs would take longer than
+# the copy, several tokens of a head, for loads of 16 bytes a thread.
+MANY_ROWS, TOKENS_OF_MANY = 4096, 8
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,12 @@ class Rotary:
 
 @triton.jit
 def _rotated(
-    x_ptr, weight, cos_sin, position, eps,
+    x_ptr, weight, cos_sin, position, here, eps,
     NORM: tl.constexpr, INTERLEAVED: tl.constexpr, ROTARY: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """One head's row after norm and rotation, float32 `[DP]`: x · cos + partner · ± sin on the rotary dimensions."""
-    d = tl.arange(0, DP)
+    """One head's rows after norm and rotation, float32 `[tokens, DP]`: x · cos + partner · ± sin on the rotary
+    dimensions. `x_ptr` and `position` hold one entry for each token, `here` says which of them there are."""
+    d = tl.arange(0, DP)[None, :]
     half: tl.constexpr = ROTARY // 2
     first = d < half
     partner = tl.where(first, d + half, d - half)
@@ -71,59 +76,67 @@ def _rotated(
         first = d % 2 == 0
         partner = d ^ 1
         angle = d // 2
-    turned = d < ROTARY
-    x = tl.load(x_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-    other = tl.load(x_ptr + partner, mask=turned, other=0.0).to(tl.float32)
+    inside = here[:, None] & (d < D)
+    turned = here[:, None] & (d < ROTARY)
+    x = tl.load(x_ptr[:, None] + d, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(x_ptr[:, None] + partner, mask=turned, other=0.0).to(tl.float32)
     if NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x = x * scale * tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
-        other = other * scale * tl.load(weight + partner, mask=turned, other=0.0).to(tl.float32)
-    cos = tl.load(cos_sin + position * ROTARY + angle, mask=turned, other=1.0)
-    sin = tl.load(cos_sin + position * ROTARY + half + angle, mask=turned, other=0.0)
+        other = other * scale * tl.load(weight + partner, mask=d < ROTARY, other=0.0).to(tl.float32)
+    at = (position * ROTARY)[:, None] + angle
+    cos = tl.load(cos_sin + at, mask=turned, other=1.0)
+    sin = tl.load(cos_sin + at + half, mask=turned, other=0.0)
     return x * cos + tl.where(first, -other, other) * sin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rope_write_kernel(
     q, key, value, positions, slot_mapping, cos_sin, q_weight, k_weight, q_out, eps,
     k_cache, v_cache, k_scale_ptr, v_scale_ptr, k_tokens, v_tokens,
     k_scale, v_scale, ks_stride, vs_stride, ts_stride_block, ts_stride_slot, ts_stride_head,
-    k_stride_block, k_stride_slot, k_stride_head, v_stride_block, v_stride_slot, v_stride_head,
+    k_stride_block, k_stride_slot, k_stride_head, v_stride_block, v_stride_slot, v_stride_head, num_tokens,
     q_stride_token, q_stride_head, key_stride_token, key_stride_head, value_stride_token, value_stride_head,
     out_stride_token, out_stride_head,
     KIND: tl.constexpr, LARGEST: tl.constexpr, K_SCALE_TENSOR: tl.constexpr, V_SCALE_TENSOR: tl.constexpr,
     TOKEN_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ROTARY: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    ROTARY: tl.constexpr, Q_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    # Heads of the same tokens lie side by side in memory, and so do their programs.
+    head = tl.program_id(0) % HEADS
+    token = (tl.program_id(0) // HEADS * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    here = token < num_tokens
     d = tl.arange(0, DP)
-    position = tl.load(positions + token)
+    position = tl.load(positions + token, mask=here, other=0)
     if head < Q_HEADS:
-        row = _rotated(
-            q + token * q_stride_token + head * q_stride_head, q_weight, cos_sin, position, eps, NORM, INTERLEAVED,
-            ROTARY, D, DP,
+        rows = _rotated(
+            q + token * q_stride_token + head * q_stride_head, q_weight, cos_sin, position, here, eps, NORM,
+            INTERLEAVED, ROTARY, D, DP,
         )  # fmt: skip
-        at = q_out + token * out_stride_token + head * out_stride_head + d
-        tl.store(at, row.to(q_out.dtype.element_ty), mask=d < D)
+        if TOKENS > 1:
+            # `q_out` may be q: no warp writes before the others have read their partners.
+            tl.debug_barrier()
+        at = (token * out_stride_token + head * out_stride_head)[:, None] + d[None, :]
+        tl.store(q_out + at, rows.to(q_out.dtype.element_ty), mask=here[:, None] & (d < D)[None, :])
         return
     head -= Q_HEADS
-    slots = tl.load(slot_mapping + token + tl.arange(0, 1))
+    slots = tl.load(slot_mapping + token, mask=here, other=-1)
     inside = slots >= 0
-    row = _rotated(
-        key + token * key_stride_token + head * key_stride_head, k_weight, cos_sin, position, eps, NORM, INTERLEAVED,
-        ROTARY, D, DP,
+    rows = _rotated(
+        key + token * key_stride_token + head * key_stride_head, k_weight, cos_sin, position, here, eps, NORM,
+        INTERLEAVED, ROTARY, D, DP,
     )  # fmt: skip
     # Rounded to the model's dtype first, as when the steps are separate kernels.
-    row = row.to(key.dtype.element_ty)
     store_rows(
-        row[None, :], k_cache, k_tokens, slots, head, inside, k_scale_ptr, k_scale, ks_stride, ts_stride_block,
-        ts_stride_slot, ts_stride_head, k_stride_block, k_stride_slot, k_stride_head, KIND, LARGEST, K_SCALE_TENSOR,
-        TOKEN_SCALES, BLOCK_SIZE, D, DP,
+        rows.to(key.dtype.element_ty), k_cache, k_tokens, slots, head, inside, k_scale_ptr, k_scale, ks_stride,
+        ts_stride_block, ts_stride_slot, ts_stride_head, k_stride_block, k_stride_slot, k_stride_head, KIND, LARGEST,
+        K_SCALE_TENSOR, TOKEN_SCALES, BLOCK_SIZE, D, DP,
     )  # fmt: skip
-    row = tl.load(value + token * value_stride_token + head * value_stride_head + d, mask=d < D, other=0.0)
+    at = (token * value_stride_token + head * value_stride_head)[:, None] + d[None, :]
+    rows = tl.load(value + at, mask=here[:, None] & (d < D)[None, :], other=0.0)
     store_rows(
-        row[None, :], v_cache, v_tokens, slots, head, inside, v_scale_ptr, v_scale, vs_stride, ts_stride_block,
+        rows, v_cache, v_tokens, slots, head, inside, v_scale_ptr, v_scale, vs_stride, ts_stride_block,
         ts_stride_slot, ts_stride_head, v_stride_block, v_stride_slot, v_stride_head, KIND, LARGEST, V_SCALE_TENSOR,
         TOKEN_SCALES, BLOCK_SIZE, D, DP,
     )  # fmt: skip
@@ -156,11 +169,13 @@ def rope_and_write(
         return out
     norm = rotary.q_norm is not None
     cos_sin = rotary.cos_sin.contiguous()
-    _rope_write_kernel[(q.shape[0], q.shape[1] + key.shape[1])](
+    num_tokens, heads = q.shape[0], q.shape[1] + key.shape[1]
+    tokens = TOKENS_OF_MANY if num_tokens * heads >= MANY_ROWS else 1
+    _rope_write_kernel[(triton.cdiv(num_tokens, tokens) * heads,)](
         q, key, value, positions, slot_mapping, cos_sin, rotary.q_norm if norm else q, rotary.k_norm if norm else q,
-        out, rotary.eps, *target.tensors(key), *target.numbers(), q.stride(0), q.stride(1), key.stride(0),
+        out, rotary.eps, *target.tensors(key), *target.numbers(), num_tokens, q.stride(0), q.stride(1), key.stride(0),
         key.stride(1), value.stride(0), value.stride(1), out.stride(0), out.stride(1), **target.switches(), NORM=norm,
-        INTERLEAVED=rotary.interleaved, ROTARY=cos_sin.shape[1], Q_HEADS=q.shape[1], D=q.shape[2],
-        DP=triton.next_power_of_2(q.shape[2]), num_warps=1,
+        INTERLEAVED=rotary.interleaved, ROTARY=cos_sin.shape[1], Q_HEADS=q.shape[1], HEADS=heads, D=q.shape[2],
+        DP=triton.next_power_of_2(q.shape[2]), TOKENS=tokens, num_warps=min(4, tokens),
     )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from labkit_kernels import rope_write
 from labkit_kernels.cascade import SharedPrefix, cascade_decode
 from labkit_kernels.grid import prefill_cases
 from labkit_kernels.kv_write import KVTarget
@@ -68,7 +69,9 @@ def test_teaching_variants_give_the_same(variant):
 @pytest.mark.parametrize("kv", [torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.uint8])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
-def test_rope_and_write_equals_reference(kv, interleaved, norm):
+@pytest.mark.parametrize("many", [False, True])
+def test_rope_and_write_equals_reference(kv, interleaved, norm, many, monkeypatch):
+    monkeypatch.setattr(rope_write, "MANY_ROWS", 1 if many else 10**6)
     torch.manual_seed(0)
     tokens, q_heads, heads, dim, rotary, block_size = 70, 6, 2, 128, 64, 16
     q, key, value = (torch.randn(tokens, n, dim, device="cuda").bfloat16() for n in (q_heads, heads, heads))

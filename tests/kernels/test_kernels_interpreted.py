@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
+from labkit_kernels import rope_write
 from labkit_kernels.cascade import SharedPrefix, cascade_decode
 from labkit_kernels.decode_plan import DecodeWorkspace
 from labkit_kernels.grid import decode_cases, prefill_cases, quantised_cases
@@ -173,7 +174,11 @@ def test_write(kv, token_scales):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
-def test_rope_and_write(interleaved, norm):
+@pytest.mark.parametrize("many", [False, True])
+def test_rope_and_write(interleaved, norm, many, monkeypatch):
+    """Seven tokens: fewer than a program takes of many, more than one."""
+    monkeypatch.setattr(rope_write, "MANY_ROWS", 1 if many else 10**6)
+    monkeypatch.setattr(rope_write, "TOKENS_OF_MANY", 4)
     torch.manual_seed(0)
     q, key, value = torch.randn(7, 6, 80).half(), torch.randn(7, 2, 80).half(), torch.randn(7, 2, 80).half()
     positions, slots = torch.randint(0, 50, (7,)), torch.randperm(100)[:7]
