@@ -94,7 +94,12 @@ def count_replay(
     launches = run_replay(replay.command, metrics, kernel=replay.kernel)[replay.warm_ups :]
     if not launches:
         raise CountersUnavailable("ncu: no launch was profiled", works="a command that launches the kernel")
-    names = [name for name in metrics if all(name in launch.metrics for launch in launches)]
+    return mean_metrics(launches)
+
+
+def mean_metrics(launches: Sequence[NcuKernel]) -> Mapping[str, float]:
+    """Means over launches of one kernel; metrics that one of them lacks are left out."""
+    names = [name for name in launches[0].metrics if all(name in launch.metrics for launch in launches)]
     return MappingProxyType({name: statistics.fmean(launch.metrics[name] for launch in launches) for name in names})
 
 

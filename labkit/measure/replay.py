@@ -1,4 +1,4 @@
-"""Launches one attention shape and nothing else, for ncu; usage: python -m labkit.measure.replay JSON."""
+"""Launches attention shapes and nothing else, for ncu; usage: python -m labkit.measure.replay JOB…"""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ NUM_LAUNCHES = 6
 
 def replay_of(shape: AttentionShape, variant: str = "full") -> Replay:
     """The command that launches `shape`, the first time to warm up."""
-    job = json.dumps({"variant": variant, "shape": asdict(shape)})
-    return Replay((sys.executable, "-m", "labkit.measure.replay", job), KERNELS)
+    return Replay(replay_command([(shape, variant)]), KERNELS)
+
+
+def replay_command(launches: Sequence[tuple[AttentionShape, str]]) -> tuple[str, ...]:
+    """The command that launches each shape and variant `NUM_LAUNCHES` times, one after another."""
+    jobs = [json.dumps({"variant": variant, "shape": asdict(shape)}) for shape, variant in launches]
+    return (sys.executable, "-m", "labkit.measure.replay", *jobs)
 
 
 def read_job(text: str) -> tuple[AttentionShape, str]:
-    """Shape and variant of a job that `replay_of` wrote."""
+    """Shape and variant of a job that `replay_command` wrote."""
     job = json.loads(text)
     batch = job["shape"].pop("batch")
     lens = BatchShape(tuple(batch["context_lens"]), tuple(batch["query_lens"]), batch["shared_prefix_tokens"])
@@ -44,12 +49,13 @@ def launch(shape: AttentionShape, variant: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: the job as JSON."""
+    """Command line: jobs as JSON."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    if len(given) != 1:
-        print("usage: python -m labkit.measure.replay JSON", file=sys.stderr)
+    if not given:
+        print("usage: python -m labkit.measure.replay JOB…", file=sys.stderr)
         return 2
-    launch(*read_job(given[0]))
+    for job in given:
+        launch(*read_job(job))
     return 0
 
 

@@ -8,6 +8,7 @@ import pytest
 from labkit.measure import validate_l2
 from labkit.measure.l2_calibration import L2Calibration
 from labkit.measure.l2_simulator import simulate_attention
+from labkit.measure.ncu import NcuKernel
 from labkit.measure.run_record import Counters
 from labkit.specs.gpu_catalogue import catalogue_gpu
 
@@ -75,13 +76,11 @@ def test_bars():
 
 
 def test_the_table_is_written_and_misses_are_kept(monkeypatch, tmp_path, sensitive):
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr("labkit.specs.gpu_loading.load_gpu", lambda name: H200)
     monkeypatch.setattr(validate_l2, "CAPACITY_SHARES", (0.5,))
     counted = made(sensitive, H200, L2Calibration(0.5, 16))
     monkeypatch.setattr(validate_l2, "count_all", lambda gpu: (counted, [{"name": "x", "error": "y"}]))
-    monkeypatch.setattr(validate_l2, "count_with_ncu", lambda card, name: validate_l2.Counted(notes=("no ncu",)))
+    monkeypatch.setattr(validate_l2, "count_with_ncu", lambda card, names: ({}, "no ncu"))
     out = tmp_path / "counters.json"
     assert validate_l2.main([str(out)]) == 1
     content = json.loads(out.read_text())
@@ -89,7 +88,39 @@ def test_the_table_is_written_and_misses_are_kept(monkeypatch, tmp_path, sensiti
     assert content["refused"] == [{"name": "x", "error": "y"}]
     assert content["summary"]["points"]["ok"] is False
     assert content["calibration"]["capacity_share"] == 0.5
-    assert content["both_methods"][0]["notes"] == ["no ncu"]
+    assert (content["both_methods"], content["ncu_refused"]) == ([], "no ncu")
+
+
+def test_both_methods_are_compared(monkeypatch, tmp_path, sensitive):
+    counted = made(sensitive, H200, L2Calibration(0.5, 16))
+    point, here = counted[0]
+    other = dataclasses.replace(here, l2_hit_rate=here.l2_hit_rate - 0.004, dram_bytes=1.01 * here.dram_bytes)
+    compared = validate_l2.compare(H200, counted, L2Calibration(0.5, 16))
+    out = tmp_path / "counters.json"
+    bars = validate_l2._write(str(out), H200, compared, L2Calibration(), [], {point.name: other, "gone": other}, "")
+    assert bars["methods_hit_rate_differ_points"]["value"] == pytest.approx(0.4)
+    assert bars["methods_dram_bytes_differ_percent"]["value"] == pytest.approx(1)
+    twice = json.loads(out.read_text())["both_methods"]
+    assert [(each["name"], each["cupti"] is None) for each in twice] == [(point.name, False), ("gone", True)]
+
+
+def test_ncu_counts_all_its_points_in_one_process(monkeypatch):
+    names = validate_l2.NCU_POINTS[:2]
+
+    def run(command, metrics, kernel):
+        assert [json.loads(job)["variant"] for job in command[3:]] == ["full", validate_l2.UNPACKED]
+        values = [1e9 if launch % 6 == 0 else 100.0 * (1 + launch // 6) for launch in range(12)]
+        return tuple(
+            NcuKernel(index, "k", dict(zip(metrics, (value, value / 2, value, 1.0), strict=True)))
+            for index, value in enumerate(values)
+        )
+
+    monkeypatch.setattr(validate_l2, "run_ncu", run)
+    found, why_not = validate_l2.count_with_ncu("H200", names)
+    assert why_not == ""
+    assert [found[name].dram_bytes for name in names] == [100.0, 200.0]
+    monkeypatch.setattr(validate_l2, "run_ncu", lambda *_, **__: ())
+    assert validate_l2.count_with_ncu("H200", names) == ({}, "ncu saw 0 launches (would work: 6 of each point)")
 
 
 def test_without_a_card_it_is_one_line(capsys, tmp_path):
