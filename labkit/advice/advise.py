@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from labkit.advice.limit import BindingLimit, Evidence, binding_limit, requests_at_once, tokens_per_request
 from labkit.advice.rules import RULES, Proposal
+from labkit.advice.speed import Speed, SpeedOf
 from labkit.errors import LabkitError
-from labkit.format import change, count, memory, number
+from labkit.format import change, count, duration, memory, number, rate
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
 from labkit.specs.engine_config import EngineConfig
 
 # A change that gives less room than this is not worth its risk.
 WORTH_SHARE = 0.005
+# The same for speed: two simulated runs that differ by less are not told apart by real ones.
+WORTH_SPEED_SHARE, WORTH_P99_SHARE = 0.02, 0.05
+# A shorter p99 may cost so much of the rate.
+COSTS_SHARE = 0.1
+# Rates that differ by less are shown as one.
+SAME_SHARE = 0.01
 # Limits that no memory setting moves.
-NOT_MEMORY = ("traffic", "compute")
+NOT_MEMORY = ("traffic", "compute", "bandwidth", "host", "graphs", "links")
+_OFFERS: Mapping[str, str] = {
+    "traffic": "offer more traffic",
+    "compute": "a faster card, or fewer tokens in a step",
+    "bandwidth": "more requests at once, or smaller weights",
+    "host": "more requests at once, or a faster host",
+    "graphs": "unset enforce_eager",
+    "links": "fewer cards for each copy, or faster links",
+}
 
 WhatIf = Callable[[EngineConfig], MemoryPlan]
 
@@ -34,6 +49,7 @@ class Advice:
         gain_tokens: growth of the KV cache in tokens.
         cures: the configuration did not fit and now does.
         plan: the plan after the change.
+        before, after: rate and p99 on the traffic; None where they cannot be told.
     """
 
     rule: str
@@ -47,31 +63,79 @@ class Advice:
     gain_tokens: int
     cures: bool
     plan: MemoryPlan
+    before: Speed | None = None
+    after: Speed | None = None
+
+    @property
+    def rate_share(self) -> float | None:
+        """Growth of the rate when all requests wait, 0.18 for +18 %; None where it cannot be told."""
+        if self.before is None or self.after is None or not self.before.rate:
+            return None
+        return self.after.rate / self.before.rate - 1
+
+    @property
+    def is_faster(self) -> bool:
+        """More rate, or a shorter p99, by more than runs differ by."""
+        return (self.rate_share or 0.0) >= WORTH_SPEED_SHARE or self.p99_share <= -WORTH_P99_SHARE
+
+    @property
+    def p99_share(self) -> float:
+        """Growth of the p99 between tokens, else of the first token's: negative is better; 0 where it is not told."""
+        for name in ("inter_token_p99_s", "ttft_p99_s"):
+            old, new = (getattr(speed, name, None) for speed in (self.before, self.after))
+            if old and new:
+                return new / old - 1
+        return 0.0
 
 
-def advise(plan: MemoryPlan, what_if: WhatIf | None = None, *, record: RunRecord | None = None) -> tuple[Advice, ...]:
-    """Changes of one rule each that give more room, the largest estimated gain first.
+def advise(
+    plan: MemoryPlan,
+    what_if: WhatIf | None = None,
+    *,
+    record: RunRecord | None = None,
+    speed_of: SpeedOf | None = None,
+) -> tuple[Advice, ...]:
+    """Changes of one rule each that give more room or speed, the largest estimated gain first.
 
     Args:
         plan: the plan to improve.
         what_if: plans a configuration; by default with the model, card and engine of `plan`.
-        record: a run of `plan`: its request lengths, its limit and its waste make the estimates its own.
+        record: a run of `plan`, real or simulated: its request lengths, its limit and its waste make the estimates its
+            own.
+        speed_of: says rate and p99 of a plan on the traffic; without it only room is told.
 
-    The gain is an upper bound on throughput: room for more requests helps only while requests wait for room.
+    The gain is an upper bound: room for more requests helps only while requests wait for room, and the rate is the
+    one that is reached when all of them wait.
     """
     what_if = what_if or _replan(plan)
     limit = binding_limit(plan, record)
     tokens = tokens_per_request(plan, record)
+    before = speed_of(plan) if speed_of else None
     found = []
     for rule in RULES:
         for proposal in rule(plan, record, limit):
             advice = _estimate(plan, proposal, what_if, tokens, limit)
-            if advice is not None and _is_worth_it(plan, advice):
+            if advice is None:
+                continue
+            if speed_of is not None and before is not None:
+                advice = _with_speed(advice, before, speed_of(advice.plan))
+            if _is_worth_it(plan, advice):
                 found.append(advice)
-    return tuple(sorted(found, key=lambda item: (not item.cures, -item.gain_share, -item.gain_tokens, item.rule)))
+    return tuple(sorted(found, key=_order))
+
+
+def _order(item: Advice) -> tuple[Any, ...]:
+    rate_share, p99 = item.rate_share or 0.0, item.p99_share
+    gain = (-round(rate_share, 2), p99) if abs(rate_share) >= WORTH_SPEED_SHARE else (0.0, p99 if p99 < 0 else 0.0)
+    return (not item.cures, *gain, -item.gain_share, -item.gain_tokens, item.rule)
 
 
 def _is_worth_it(plan: MemoryPlan, advice: Advice) -> bool:
+    if advice.rate_share is not None and not advice.cures:
+        if advice.rate_share < -(COSTS_SHARE if advice.p99_share <= -WORTH_P99_SHARE else WORTH_SPEED_SHARE):
+            return False
+        if advice.is_faster:
+            return True
     tokens_share = advice.gain_tokens / plan.kv_cache_tokens if plan.kv_cache_tokens > 0 else float(advice.gain_tokens)
     return advice.cures or max(advice.gain_share, tokens_share) >= WORTH_SHARE
 
@@ -83,14 +147,18 @@ def headline(plan: MemoryPlan, limit: BindingLimit, best: Advice | None) -> str:
         if plan.verdict != "does not fit"
         else f"short by {memory(-plan.margin_bytes)}"
     )
-    if limit.name in NOT_MEMORY:
-        offer = "offer more traffic" if limit.name == "traffic" else "a faster card, or fewer tokens in a step"
-        following = f"Next: {offer}; more room gains nothing yet"
+    if limit.name in NOT_MEMORY and not (best and best.is_faster):
+        following = f"Next: {_OFFERS[limit.name]}; more room gains nothing yet"
     elif best:
         following = f"Next: {best.title[0].lower()}{best.title[1:]}, {best.gain}"
     else:
         following = "No single change gives more"
-    return f"{plan.verdict.capitalize()}: {capacity}. {limit.sentence[0].upper()}{limit.sentence[1:]}. {following}."
+    return f"{plan.verdict.capitalize()}: {capacity}. {_beginning(limit.sentence)}. {following}."
+
+
+def _beginning(sentence: str) -> str:
+    """With a capital, unless the sentence begins with the name of a knob."""
+    return sentence if "_" in sentence.split(" ", 1)[0] else sentence[:1].upper() + sentence[1:]
 
 
 def _replan(plan: MemoryPlan) -> WhatIf:
@@ -136,6 +204,30 @@ def _estimate(
         cures=cures,
         plan=after,
     )
+
+
+def _with_speed(advice: Advice, before: Speed, after: Speed | None) -> Advice:
+    if after is None or not before.rate:
+        return advice
+    words = []
+    rows = [Evidence(f"rate when all requests wait, {after.basis}", f"{rate(before.rate, before.unit)} → "
+                     f"{rate(after.rate, before.unit)}")]  # fmt: skip
+    for title, name in (("first token", "ttft_p99_s"), ("between tokens", "inter_token_p99_s")):
+        old, new = getattr(before, name), getattr(after, name)
+        if not old or not new:
+            continue
+        rows.append(Evidence(f"p99 {title} at this load, {after.basis}", f"{duration(old)} → {duration(new)}"))
+        if abs(new / old - 1) >= WORTH_P99_SHARE:
+            words.append(f"p99 {title} {duration(old)} → {duration(new)}")
+    difference = change(before.rate, after.rate, before.unit)
+    if after.rate / before.rate - 1 >= SAME_SHARE:
+        words.insert(0, f"at most {difference}")
+    elif after.rate / before.rate - 1 <= -SAME_SHARE:
+        words.append(f"which costs {difference}")
+    else:
+        words.insert(0, "at most the same rate" if words else f"{advice.gain}, on this traffic no more {before.unit}")
+    gain = advice.gain if advice.cures else ", ".join(words)
+    return replace(advice, gain=gain, evidence=(*advice.evidence, *rows), before=before, after=after)
 
 
 def _span(before: float, after: float) -> str:

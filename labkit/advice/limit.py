@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from labkit.advice.step_bound import StepBound, step_bound
 from labkit.format import count, memory, number, share
 from labkit.measure.run_record import RunRecord, StepRow
 from labkit.memory.questions import layout_of
 from labkit.memory.records import MemoryPlan
 
-LimitName = Literal["weights", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "compute", "traffic", "unknown"]
+LimitName = Literal[
+    "weights", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "bandwidth", "compute", "host", "graphs", "links",
+    "traffic", "unknown",
+]  # fmt: skip
 
 # A limit that holds requests back for less than this share of the run does not set its speed.
 HOLDS_BACK_SHARE = 0.05
@@ -20,13 +24,19 @@ HOLDS_BACK_SHARE = 0.05
 FULL_STEP_SHARE = 0.95
 # An engine that is in a step for this share of the run is held by computing, not by a lack of requests.
 BUSY_SHARE = 0.9
+# Where products take so much of the time, more requests at once only wait longer: each token costs its products.
+SATURATED_SHARE = 0.7
 
 _TITLES: dict[LimitName, str] = {
     "weights": "the weights bind",
     "kv_blocks": "KV blocks bind",
     "max_num_seqs": "max_num_seqs binds",
     "max_num_batched_tokens": "the token budget (max_num_batched_tokens) binds",
+    "bandwidth": "the memory's bandwidth binds, not its size",
     "compute": "computing binds, not the memory",
+    "host": "the host binds, not the card",
+    "graphs": "launches bind: CUDA graphs are off",
+    "links": "the links between cards bind, not their memory",
     "traffic": "the traffic binds, not the memory",
     "unknown": "no limit can be named",
 }
@@ -35,7 +45,11 @@ _KNOBS: dict[LimitName, str | None] = {
     "kv_blocks": "kv_cache_dtype",
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
+    "bandwidth": "quantization",
     "compute": None,
+    "host": None,
+    "graphs": "enforce_eager",
+    "links": "tensor_parallel_size",
     "traffic": None,
     "unknown": None,
 }
@@ -59,6 +73,7 @@ class BindingLimit:
         knob: the setting that moves this limit, by its vLLM name; None where no setting does.
         evidence: the numbers, for a table.
         basis: "predicted" from the plan, or the origin of the run: "measured" or "simulated".
+        steps: what the steps' time goes to, where a run and the card's figures say it; see `step_bound`.
     """
 
     name: LimitName
@@ -66,6 +81,7 @@ class BindingLimit:
     knob: str | None
     evidence: tuple[Evidence, ...]
     basis: str
+    steps: StepBound | None = None
 
     @property
     def title(self) -> str:
@@ -112,9 +128,12 @@ def _held_below_the_longest(plan: MemoryPlan, tokens: int) -> float:
     return plan.kv_cache_tokens / (math.ceil(tokens / block_size) * block_size)
 
 
-def _limit(name: LimitName, details: str, evidence: Sequence[tuple[str, str]], basis: str) -> BindingLimit:
-    rows = tuple(Evidence(label, value) for label, value in evidence)
-    return BindingLimit(name, f"{_TITLES[name]}: {details}", _KNOBS[name], rows, basis)
+def _limit(
+    name: LimitName, details: str, evidence: Sequence[tuple[str, str]], basis: str, steps: StepBound | None = None
+) -> BindingLimit:
+    shares = [(f"steps' time: {part}", share(value, 1)) for part, value in (steps.shares if steps else {}).items()]
+    rows = tuple(Evidence(label, value) for label, value in [*evidence, *shares])
+    return BindingLimit(name, f"{_TITLES[name]}: {details}", _KNOBS[name], rows, basis, steps)
 
 
 def _does_not_fit(plan: MemoryPlan) -> BindingLimit:
@@ -187,14 +206,19 @@ def _measured(plan: MemoryPlan, record: RunRecord) -> BindingLimit:
         ("preemptions", count(preemptions)),
     ]
     name: LimitName = max(seconds, key=lambda key: seconds[key], default="traffic")
+    steps = step_bound(plan, record)
     if not total_s or seconds.get(name, 0.0) < HOLDS_BACK_SHARE * total_s:
         span_s = record.steps[-1].start_s + record.steps[-1].duration_s - record.steps[0].start_s
         text = f"at most {count(most_running)} requests ran at once and {blocks} blocks were used ({blocks_share})"
         if total_s and total_s >= BUSY_SHARE * span_s:
             evidence.append(("time in steps", share(total_s, span_s)))
-            return _limit("compute", f"no request waited for room; {text}", evidence, record.origin)
-        return _limit("traffic", text, evidence, record.origin)
+            text = f"no request waited for room; {steps.sentence if steps else text}"
+            return _limit(steps.name if steps else "compute", text, evidence, record.origin, steps)
+        return _limit("traffic", text, evidence, record.origin, steps)
     waited = share(seconds[name], total_s)
+    if steps and steps.shares["compute"] >= SATURATED_SHARE:
+        text = f"{steps.sentence}; requests waited for {waited} of the run, and more at once would not shorten it"
+        return _limit("compute", text, evidence, record.origin, steps)
     details: dict[str, str] = {
         "kv_blocks": f"requests waited for {waited} of the run with {blocks} blocks in use ({blocks_share}) and "
         f"{count(preemptions)} preemptions",
@@ -203,4 +227,5 @@ def _measured(plan: MemoryPlan, record: RunRecord) -> BindingLimit:
         "max_num_batched_tokens": f"requests waited for {waited} of the run while each step carried its "
         f"{count(plan.config.max_num_batched_tokens)} tokens",
     }
-    return _limit(name, details[name], evidence, record.origin)
+    meanwhile = f"; meanwhile {steps.sentence}" if steps else ""
+    return _limit(name, details[name] + meanwhile, evidence, record.origin, steps)

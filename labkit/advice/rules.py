@@ -16,6 +16,8 @@ from labkit.memory.records import MemoryPlan
 HIGHEST_UTILIZATION = 0.95
 # Smaller chunks cost more steps than their memory is worth.
 SMALLEST_TOKEN_BUDGET = 512
+# Prompts stall running answers where the slowest gap between tokens is so many times the usual one.
+STALL_FACTOR = 3.0
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,55 @@ def _blocks_override(plan: MemoryPlan, record: RunRecord | None, limit: BindingL
         )
 
 
+def _graphs(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    if plan.config.enforce_eager and not plan.gpu.is_cpu:
+        yield Proposal(
+            "graphs",
+            "Unset enforce_eager",
+            {"enforce_eager": False},
+            "A captured graph launches a step's kernels at once; eager mode launches them one by one.",
+            "CUDA graphs take memory of their own, and start-up takes longer.",
+        )
+
+
+def _prefix_caching(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    if record is not None and not plan.config.enable_prefix_caching:
+        yield Proposal(
+            "prefix-caching",
+            "Set enable_prefix_caching",
+            {"enable_prefix_caching": True},
+            "Prompts that begin alike are computed once, and their blocks are shared.",
+            "Full blocks are hashed, a little host time for each; no gain where prompts share nothing.",
+        )
+
+
+def _fp8_weights(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    is_wide = plan.config.quantization is None and plan.model.weight_format.kind == "16bit"
+    if plan.gpu.fp8_flops and is_wide:
+        yield Proposal(
+            "fp8-weights",
+            "Store the weights in fp8",
+            {"quantization": "fp8"},
+            "Weights take half the memory and half the reads, and this card multiplies fp8 at twice the rate.",
+            "Rounding of the weights changes outputs a little; check quality on your own prompts.",
+        )
+
+
+def _shorter_steps(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    gaps = summarize(record).inter_token_s if record is not None else None
+    target = (plan.config.max_num_batched_tokens or 0) // 2
+    if gaps is None or gaps.p99 < STALL_FACTOR * gaps.p50 or limit.name in ("kv_blocks", "weights"):
+        return
+    if plan.config.enable_chunked_prefill and target >= max(SMALLEST_TOKEN_BUDGET, plan.config.max_num_seqs or 0):
+        yield Proposal(
+            "shorter-steps",
+            f"Lower max_num_batched_tokens to {count(target)}",
+            {"max_num_batched_tokens": target},
+            "The slowest times between tokens are of steps that carry a piece of a prompt; smaller pieces are shorter.",
+            "Prompts are computed in more steps, so the time to first token grows.",
+        )
+
+
 def _more_gpus(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
     if plan.gpu.is_cpu or plan.verdict == "fits":
         return
@@ -204,6 +255,10 @@ RULES: tuple[Rule, ...] = (
     _num_seqs,
     _token_budget,
     _eager,
+    _graphs,
+    _prefix_caching,
+    _fp8_weights,
+    _shorter_steps,
     _block_size,
     _blocks_override,
     _more_gpus,

@@ -74,21 +74,31 @@ def _bar(row: str, parts: MemoryBreakdown, plan: MemoryPlan | None, note: str = 
     )
 
 
-def draw_memory_breakdown(info: MemoryBreakdownInfo, theme: str = "light") -> go.Figure:
-    """One horizontal stacked bar for each view; predicted is hatched, measured solid; formulas on hover."""
+def draw_memory_breakdown(info: MemoryBreakdownInfo, theme: str = "light", narrow: bool = False) -> go.Figure:
+    """One horizontal stacked bar for each view; predicted is hatched, measured solid; formulas on hover.
+
+    Args:
+        narrow: the page has room for one name a row in the legend only.
+    """
     if not info.bars:
         return empty(theme, "no plan yet: choose a model and a card")
     figure = frame(theme)
     divisor, unit = fmt.memory_scale(info.scale_bytes)
     for part in PARTS:
         figure.add_trace(_trace(info, part, divisor, theme))
+    legend_rows = sum(any(dict(bar.parts)[part] for bar in info.bars) for part in PARTS) if narrow else 4
     figure.update_layout(
         barmode="stack",
         bargap=0.35,
-        height=170 + 40 * len(info.bars),
+        height=106 + 16 * legend_rows + 40 * len(info.bars),
         uniformtext={"minsize": 10, "mode": "hide"},
-        legend={"traceorder": "normal", "entrywidth": 0.5, "entrywidthmode": "fraction", "font": {"size": 11}},
-        margin={"l": 84, "r": 20, "t": 64, "b": 44},
+        legend={
+            "traceorder": "normal",
+            "entrywidth": 1.0 if narrow else 0.5,
+            "entrywidthmode": "fraction",
+            "font": {"size": 11},
+        },
+        margin={"l": 84, "r": 20, "t": 16 * legend_rows, "b": 44},
         shapes=[_total_line(bar, index, divisor, theme) for index, bar in enumerate(info.bars)],
     )
     figure.update_xaxes(title_text=f"memory ({unit})", range=[0, 1.01 * info.scale_bytes / divisor], fixedrange=True)

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from labkit.figures import block_map, kv_over_time, l2, latency, memory_breakdown, pareto, requests, throughput
+from labkit.figures import (
+    block_map,
+    kv_over_time,
+    l2,
+    latency,
+    memory_breakdown,
+    pareto,
+    requests,
+    step_roofline,
+    throughput,
+)
 from labkit.figures.tables import Table
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
@@ -108,6 +118,14 @@ _KINDS = (
         lambda evidence: pareto.get_pareto_info(evidence.compared, baseline=evidence.baseline),
         lambda info: not info.points,
         "No run has both a rate and a latency. Run at least one configuration to its end.",
+    ),
+    _Kind(
+        "limits",
+        "What binds the steps",
+        step_roofline,
+        lambda evidence: step_roofline.get_step_roofline_info([evidence.best]),
+        lambda info: info.bound is None,
+        "The run was on a CPU, or on a card whose figures are not known. Run on a card, or simulate one.",
     ),
     _Kind(
         "kv",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import ipywidgets as ipw
@@ -12,7 +11,9 @@ import ipywidgets as ipw
 from labkit import format as fmt
 from labkit.advice.advise import Advice, advise, headline
 from labkit.advice.command import vllm_command
+from labkit.advice.follow_up import Applied, follow_up
 from labkit.advice.limit import binding_limit
+from labkit.advice.load_study import LoadStudy, SpeedBook, study_load
 from labkit.errors import LabkitError
 from labkit.figures import compare, live, run_table
 from labkit.figures.next_steps import get_next_steps_info
@@ -20,7 +21,9 @@ from labkit.figures.tables import Table
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
 from labkit.specs.engine_config import EngineConfig
+from labkit.specs.workload import Workload
 from labkit.text import plain
+from labkit.widgets.advice_view import AdviceView
 from labkit.widgets.knob_text import config_from_text, config_to_text
 from labkit.widgets.knobs import KnobSet
 from labkit.widgets.parts import DataTable, PlotlyLibrary, Screen, TextLine
@@ -29,7 +32,6 @@ from labkit.widgets.run_bar import RunBar
 from labkit.widgets.run_control import Outcome, RunControl, RunView, SessionLike
 
 LIVE_POINTS = 400
-MAX_ADVICE = 3
 GAINS_DELAY_S = 0.15
 
 
@@ -51,6 +53,9 @@ class Panel(ipw.VBox):
         self._lock = threading.RLock()
         self._generation = 0
         self._advice: tuple[Advice, ...] = ()
+        self._study: LoadStudy | None = None
+        self._book = SpeedBook(session.workload) if isinstance(session.workload, Workload) else None
+        self._applied: Applied | None = None
         self._live = live.LiveRun(LIVE_POINTS)
         self._records: tuple[RunRecord, ...] = ()
         self._chosen_id: str | None = None
@@ -58,7 +63,7 @@ class Panel(ipw.VBox):
         self._gains_thread: threading.Thread | None = None
         self.screen, self.answer = Screen(), TextLine(role="status", classes=("lk-answer",))
         self.stale = TextLine(classes=("lk-stale",))
-        self.advice_lines = [TextLine(classes=("lk-advice",)) for _ in range(MAX_ADVICE)]
+        self.advice_view = AdviceView()
         config = config or getattr(session, "config", None) or EngineConfig()
         self.knob_set = KnobSet(config, is_cpu=session.gpu.is_cpu, on_change=self._replan)
         self.pictures, self.run_bar = Pictures(), RunBar(can_count=getattr(session, "runs_on_card", False))
@@ -87,7 +92,7 @@ class Panel(ipw.VBox):
     def _layout(self) -> list[ipw.Widget]:
         knobs = self.knob_set.view()
         knobs.add_class("lk-area-knobs")
-        memory = self.pictures.memory_view(self.advice_lines)
+        memory = self.pictures.memory_view(self.advice_view.widgets())
         tabs = self.pictures.tabs_view((self.runs, self.compared, self.compared_table))
         main = ipw.Box([memory, knobs, tabs])
         main.add_class("lk-main")
@@ -105,8 +110,7 @@ class Panel(ipw.VBox):
         bar.counted_steps.observe(self._count_steps, "value")
         self.session.counted_steps = bar.counted_steps.value
         self.answer.on_press(lambda _: self.apply(0))
-        for index, line in enumerate(self.advice_lines, start=1):
-            line.on_press(partial(self._apply_pressed, index))
+        self.advice_view.on_apply(self.apply)
 
     # settings
 
@@ -118,7 +122,7 @@ class Panel(ipw.VBox):
             except LabkitError as error:
                 self._show_plan_error(error)
                 return
-            self.plan = plan
+            self.plan, self._study = plan, None
             self.knob_set.clear_errors()
             for control in self.knobs.values():
                 control.show_plan(plan)
@@ -126,35 +130,26 @@ class Panel(ipw.VBox):
         self._gains_later()
 
     def _show_plan_error(self, error: LabkitError) -> None:
-        self.plan, self._advice = None, ()
+        self.plan, self._advice, self._study = None, (), None
         self.knob_set.show_error(error)
         self.answer.say(str(error), "bad", heading=self._subject())
         self.stale.say("The memory bar shows the last settings that could be planned.", "warn")
-        for line in self.advice_lines:
-            line.say("")
+        self.advice_view.show(())
 
     def _show_plan(self, plan: MemoryPlan) -> None:
         record = self._matching(plan)
         self.pictures.show_memory(plan, record, self._by_id(self._baseline_id))
-        self._advice = advise(plan, self.session.plan, record=record)
-        limit = binding_limit(plan, record)
+        study = self._study
+        self._advice = study.advice if study else advise(plan, self.session.plan, record=record)
+        limit = study.limit if study else binding_limit(plan, record)
         best = self._advice[0] if self._advice else None
         level = {"fits": "ok", "may not fit": "warn"}.get(plan.verdict, "bad")
         self.answer.say(headline(plan, limit, best), level, heading=self._subject(), buttons=["Apply"] if best else [])
         if plan.verdict == "does not fit" and plan.max_model_len_that_fits > 0:
             self.knobs["max_model_len"].say(f"largest that fits: {fmt.count(plan.max_model_len_that_fits)} tokens")
-        for index, line in enumerate(self.advice_lines, start=1):
-            self._show_advice(line, index)
+        self.advice_view.show(self._advice, study)
+        self.advice_view.show_follow_up(follow_up(self._applied, self._records) if self._applied else None)
         self._show_stale(plan)
-
-    def _show_advice(self, line: TextLine, index: int) -> None:
-        if index >= len(self._advice):
-            line.say("")
-            return
-        advice = self._advice[index]
-        words = f"{advice.title}: {advice.gain}. {advice.reason}"
-        evidence = "\n".join(f"{entry.label}: {entry.value}" for entry in advice.evidence)
-        line.say(words, buttons=["Apply"], summary="numbers and risk", details=f"{evidence}\nRisk: {advice.risk}")
 
     def _show_stale(self, plan: MemoryPlan) -> None:
         chosen = self._by_id(self._chosen_id)
@@ -181,11 +176,10 @@ class Panel(ipw.VBox):
 
     def apply(self, index: int) -> None:
         """Set the knobs of advice `index` (0 is the one in the answer); one step of undo."""
-        if index < len(self._advice):
-            self.knob_set.set(**self._advice[index].changes)
-
-    def _apply_pressed(self, index: int, _button: str) -> None:
-        self.apply(index)
+        if index < len(self._advice) and self.plan is not None:
+            advice, before = self._advice[index], self.config
+            self._applied = Applied(advice, before, before.replace(**advice.changes), self.plan)
+            self.knob_set.set(**advice.changes)
 
     def _gains_later(self) -> None:
         generation = self._generation
@@ -199,6 +193,22 @@ class Panel(ipw.VBox):
                 if generation != self._generation or self.plan is None:
                     return
                 control.show_gains(get_next_steps_info(control.knob, self.plan, self.config, self.session.plan))
+        self._study_traffic(generation)
+
+    def _study_traffic(self, generation: int) -> None:
+        """The limit and the advice on the session's traffic, simulated while nobody turns a knob."""
+        plan, book = self.plan, self._book
+        if plan is None or book is None:
+            return
+        found = study_load(
+            plan, self.session.workload, self.session.plan, record=self._matching(plan), book=book,
+            is_stale=lambda: generation != self._generation,
+        )  # fmt: skip
+        with self._lock:
+            if found is not None and generation == self._generation:
+                self._study = found
+                self._show_plan(plan)
+                self._draw_tab()
 
     def settle(self, timeout_s: float = 10.0) -> None:
         """Wait until what follows a change in the background is on the screen."""
@@ -360,7 +370,8 @@ class Panel(ipw.VBox):
 
     def _draw_tab(self) -> None:
         with self._lock:
-            self.pictures.show_tab(self._records, self._by_id(self._chosen_id))
+            simulated = self._study.speed.record if self._study else None
+            self.pictures.show_tab(self._records, self._by_id(self._chosen_id), simulated)
             self.pictures.show_live(self._live.info())
 
     def _relook(self, change: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from labkit.figures import (
     memory_timeline,
     pareto,
     requests,
+    step_roofline,
     throughput,
 )
 from labkit.figures.tables import Table
@@ -26,7 +27,8 @@ from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
 from labkit.widgets.parts import Chart, DataTable, TextLine
 
-TABS = ("Live", "Throughput and latency", "L2 and bandwidth", "KV over time", "Memory over time", "Blocks", "Requests")
+TABS = ("Live", "Throughput and latency", "Limits", "L2 and bandwidth", "KV over time", "Memory over time", "Blocks",
+        "Requests")  # fmt: skip
 VIEWS = ("throughput against a knob", "latency against a knob", "throughput against latency")
 
 
@@ -47,8 +49,21 @@ class Picture:
     table: Table | None = None
 
 
-def draw_tab(tab: str, view: str, records: Sequence[RunRecord], chosen: RunRecord | None, look: Look) -> Picture:
-    """What `tab` shows: of all runs for the comparing tabs, of the chosen run for the others."""
+def draw_tab(
+    tab: str,
+    view: str,
+    records: Sequence[RunRecord],
+    chosen: RunRecord | None,
+    look: Look,
+    simulated: RunRecord | None = None,
+) -> Picture:
+    """What `tab` shows: of all runs for the comparing tabs, of the chosen run for the others.
+
+    Args:
+        simulated: the settings as they stand on a virtual card, where the chosen run says too little.
+    """
+    if tab == "Limits":
+        return _one(step_roofline, step_roofline.get_step_roofline_info([chosen, simulated]), look)
     if tab == "KV over time":
         return _one(kv_over_time, kv_over_time.get_kv_over_time_info(chosen), look)
     if tab == "Memory over time":
@@ -114,14 +129,16 @@ class Pictures:
         """Redraw the memory bar; `record` only where it ran with the settings of `plan`."""
         info = memory_breakdown.get_memory_breakdown_info(plan, record, baseline)
         sentence = memory_breakdown.caption(info)
-        self.memory.show(memory_breakdown.draw_memory_breakdown(info, self.look.theme), sentence)
+        self.memory.show(memory_breakdown.draw_memory_breakdown(info, self.look.theme, self.look.narrow), sentence)
         self.memory_caption.say(sentence)
         self.memory_table.show(memory_breakdown.table(info))
 
-    def show_tab(self, records: Sequence[RunRecord], chosen: RunRecord | None) -> None:
+    def show_tab(
+        self, records: Sequence[RunRecord], chosen: RunRecord | None, simulated: RunRecord | None = None
+    ) -> None:
         """Redraw the tab that is open, from finished or broken-off runs; the live one redraws itself."""
         if self.tabs.value != "Live":
-            self._show(draw_tab(self.tabs.value, self.view.value, records, chosen, self.look))
+            self._show(draw_tab(self.tabs.value, self.view.value, records, chosen, self.look, simulated))
 
     def show_live(self, info: live.LiveInfo) -> None:
         """Redraw the live chart where its tab is open."""

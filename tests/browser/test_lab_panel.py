@@ -130,7 +130,7 @@ def test_widths_themes_names_and_hostile_text(chromium, fresh_lab):
         page.set_viewport_size({"width": width, "height": 1400})
         page.wait_for_timeout(700)
         assert page.evaluate(WIDTHS) == {"over": 0, "cut": []}, width
-    for tab in ("Throughput and latency", "L2 and bandwidth", "KV over time", "Blocks", "Requests"):
+    for tab in ("Throughput and latency", "Limits", "L2 and bandwidth", "KV over time", "Blocks", "Requests"):
         page.locator(".widget-toggle-button").filter(has_text=tab).click()
         page.wait_for_timeout(250)
     assert page.evaluate(UNNAMED) == []
