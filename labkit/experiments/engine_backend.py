@@ -49,6 +49,7 @@ class EngineBackend:
 
         self._drop_engine()
         self._decoder = None
+        gc.unfreeze()
         gc.collect()
         _prepare(device)
         start = time.monotonic()
@@ -59,6 +60,8 @@ class EngineBackend:
             spec, source, arguments["dtype"], arguments["load_format"], seed=arguments.get("seed", 0),
             quantization=arguments.get("quantization"),
         )  # fmt: skip
+        # A full collection walks all that torch has for a quarter of a second, in which the card would wait.
+        gc.freeze()
         emit(_progress("load", 1, start))
         return {"load_s": time.monotonic() - start}
 
@@ -165,6 +168,7 @@ class EngineBackend:
         self._drop_engine()
         self._decoder = None
         self._drop_group()
+        gc.unfreeze()
 
     def _loader(self, size: int, device: str) -> Callable[..., Any]:
         """What loads a decoder, alone or with the other ranks, which stay for the next model."""
