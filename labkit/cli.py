@@ -1,4 +1,4 @@
-"""The command line: plan, explain-log, export, doctor, run, simulate, claims, tune, report, runs, lists, bench.
+"""The command line: plan, explain-log, export, doctor, run, simulate, calibrate, claims, tune, report, lists, bench.
 
 Commands read options, call one function of a lower room and print; the knobs' options are made from `EngineConfig`,
 so command line, panel and docs share one text.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from labkit import format as shown
+from labkit.calibrate_command import calibrate_command
 from labkit.errors import LabkitError
 from labkit.specs.engine_config import EngineConfig, Knob
 from labkit.terminal import (
@@ -42,6 +43,7 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Benchmarks; each writes a file under results/.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+app.command("calibrate")(calibrate_command)
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_TRACE = "azure-2023-conv"

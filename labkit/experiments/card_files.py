@@ -122,15 +122,24 @@ def constants_for(
     Raises:
         FileFormatError: the card's file is damaged.
     """
-    shipped = load_constants(engine_version, is_moe=is_moe, engine=engine)
-    kept = read_card(gpu, folder)
     wanted = (model, engine, engine_version if engine == "vllm" else "")
-    for entry in kept.calibrations:
+    for entry in read_card(gpu, folder).calibrations:
         if _key(entry) == wanted:
             return entry.constants
-    if engine == "labkit" and kept.microbenchmark is not None:
-        return constants_of(kept.microbenchmark, gpu, shipped)
-    return shipped
+    return base_constants(gpu, engine=engine, engine_version=engine_version, is_moe=is_moe, folder=folder)
+
+
+def base_constants(
+    gpu: GpuSpec, *, engine: str, engine_version: str, is_moe: bool = False, folder: Path | None = None
+) -> StepConstants:
+    """The best constants that no run of a model was needed for: a microbenchmark's, or those that come with labkit.
+
+    Raises:
+        FileFormatError: the card's file is damaged.
+    """
+    shipped = load_constants(engine_version, is_moe=is_moe, engine=engine)
+    found = read_card(gpu, folder).microbenchmark if engine == "labkit" else None
+    return shipped if found is None else constants_of(found, gpu, shipped)
 
 
 def _key(entry: RunCalibration) -> tuple[str, str, str]:

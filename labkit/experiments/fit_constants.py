@@ -3,7 +3,7 @@ counting little (Huber)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,7 +14,13 @@ _OUTLIER, _MAX_ROUNDS, _NUDGE = 0.15, 25, 1e-3
 
 
 def fit_constants(
-    prior: StepConstants, predict: Predict, measured: np.ndarray, sigmas: Mapping[str, float], *, noise: float = 0.1
+    prior: StepConstants,
+    predict: Predict,
+    measured: np.ndarray,
+    sigmas: Mapping[str, float],
+    *,
+    noise: float = 0.1,
+    starts: Sequence[StepConstants] = (),
 ) -> StepConstants:
     """`prior` with the named constants moved so that `predict` meets `measured`.
 
@@ -22,7 +28,21 @@ def fit_constants(
         measured: seconds, [rows], above zero.
         sigmas: constant → log-normal standard deviation of the prior around its value; others stay.
         noise: relative standard deviation of one measured value.
+        starts: where else to begin, for times that are the longer of two: what is hidden at first moves nothing there.
     """
+    found = [_fitted(prior, predict, measured, sigmas, noise, start) for start in (prior, *starts)]
+    return min(found, key=lambda entry: entry[0])[1]
+
+
+def _fitted(
+    prior: StepConstants,
+    predict: Predict,
+    measured: np.ndarray,
+    sigmas: Mapping[str, float],
+    noise: float,
+    begin: StepConstants,
+) -> tuple[float, StepConstants]:
+    """Loss and constants of one descent from `begin`."""
     names = tuple(sigmas)
     start = np.log([getattr(prior, name) for name in names])
     weights = np.array([noise / sigmas[name] for name in names])
@@ -31,7 +51,7 @@ def fit_constants(
         found = prior.replace(**dict(zip(names, np.exp(point).tolist(), strict=True)))
         return np.log(predict(found) / measured)
 
-    point, damping = start.copy(), 1e-2
+    point, damping = np.log([getattr(begin, name) for name in names]), 1e-2
     error = residuals(point)
     best = _loss(error, weights * (point - start))
     for _ in range(_MAX_ROUNDS):
@@ -46,14 +66,14 @@ def fit_constants(
         loss = _loss(moved, weights * (point - step - start))
         if loss < best:
             point, error, damping = point - step, moved, damping / 3
-            if best - loss < 1e-5 * best:
+            gained, best = best - loss, loss
+            if gained < 1e-5 * best:
                 break
-            best = loss
         else:
             damping *= 4
             if damping > 1e6:
                 break
-    return prior.replace(**dict(zip(names, np.exp(point).tolist(), strict=True)))
+    return best, prior.replace(**dict(zip(names, np.exp(point).tolist(), strict=True)))
 
 
 def _loss(error: np.ndarray, pull: np.ndarray) -> float:
