@@ -109,7 +109,7 @@ class Engine:
         self._clock = clock or time.monotonic
         self._detokenize = detokenize
         self._hash_function = hash_function
-        self._executor = executor if executor is not None else default_executor(decoder, plan)
+        self._executor = executor if executor is not None else _executor_alone(decoder, plan)
         self.plan = getattr(self._executor, "plan", plan)
         self._sequences: dict[int, Sequence] = {}
         self._finished: list[RequestOutput] = []
@@ -420,6 +420,14 @@ def _check_plan(plan: MemoryPlan) -> None:
             available=f"{plan.num_gpu_blocks} blocks",
             knob=plan.binding_limit or "cpu_memory_gib",
         )
+
+
+def _executor_alone(decoder: Any, plan: MemoryPlan) -> Executor:
+    """An executor of this process; a decoder that others share would wait for them for ever."""
+    size = getattr(decoder, "tp_size", 1)
+    if size > 1:
+        raise LabkitError(f"{size} ranks share this decoder", works="executor=RankGroup.executor(plan)")
+    return default_executor(decoder, plan)
 
 
 def default_executor(decoder: Any, plan: MemoryPlan) -> Executor:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from labkit.engine import Engine, EngineRequest, SamplingParams
 from labkit.engine.simulation import VirtualExecutor, bare_plan, virtual_model
 from labkit.engine.tensor_parallel import StepReader, StepWriter, agreed_blocks
-from labkit.errors import DoesNotFitError, OutOfRangeError, RankError, UnsupportedError
+from labkit.errors import DoesNotFitError, LabkitError, OutOfRangeError, RankError, UnsupportedError
 from labkit.experiments import card
 from labkit.experiments.rank_group import RankGroup
 from labkit.memory.labkit_rules import check_shares
@@ -335,6 +335,12 @@ def test_a_run_on_more_cards_than_there_are_is_refused_and_planned(cards, monkey
     spec = load_model("Qwen/Qwen3-0.6B")
     parts = [make_memory_plan(spec, h200, two.replace(tensor_parallel_size=size)).breakdown for size in (1, 2)]
     assert parts[1].weights_bytes < 0.6 * parts[0].weights_bytes
+
+
+def test_a_shared_decoder_is_not_run_alone(shared_by):
+    _, shared, _, plan = shared_by(2)
+    with pytest.raises(LabkitError, match="2 ranks share this decoder"):
+        Engine(shared, plan())
 
 
 def test_one_rank_is_no_group():
