@@ -71,10 +71,20 @@ def strike(what):
 def strike_card(what):
     """What really happens on a card."""
     if what == "fill the card":
-        kept = []
-        while True:
-            kept.append(torch.empty(2**30, dtype=torch.uint8, device="cuda"))
+        fill(2**31)
     import card_faults
 
     getattr(card_faults, what)()
     torch.cuda.synchronize()
+
+
+def fill(room_bytes):
+    """torch's own refusal, `room_bytes` above what is reserved, so that other programs on the card live on."""
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room_bytes) / total)
+    kept = []
+    try:
+        while True:
+            kept.append(torch.empty(2**28, dtype=torch.uint8, device="cuda"))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,0 +1,108 @@
+"""Real faults on a card, each in a worker process of its own: illegal access, hung kernel, full card, kill, no host
+memory, a card that another process fills. Each ends in advice; what was finished is kept, and the next run works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+
+from labkit.errors import DoesNotFitError, WorkerError
+from labkit.experiments import LabSession
+from labkit.experiments.runner import LocalRunner
+from labkit.experiments.worker import Worker
+from labkit.specs import load_gpu
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.model_spec import LayerSpec, ModelSpec
+from labkit.specs.workload import RequestSpec, Workload
+
+SMALL = ModelSpec(
+    name="small", architecture="", model_type="llama",
+    layers=(LayerSpec(kind="full", num_heads=4, num_kv_heads=2, head_dim=64),) * 2, hidden_size=256,
+    intermediate_size=512, vocab_size=1024, max_position_embeddings=512, dtype="bfloat16",
+)  # fmt: skip
+CONFIG = EngineConfig(
+    max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256, gpu_memory_utilization=0.03, load_format="dummy",
+    enforce_eager=True,
+)  # fmt: skip
+STALL_S = 6.0
+
+
+@pytest.fixture
+def session(tmp_path):
+    runner = LocalRunner(Worker("faulty_backend:FaultyBackend"), stall_timeout_s=STALL_S)
+    with LabSession(SMALL, load_gpu("auto"), config=CONFIG, store=tmp_path / "runs", runner=runner) as session:
+        yield session
+
+
+def workload(name: str = "plain") -> Workload:
+    lengths = (2, 3, 60, 60)
+    return Workload(name, tuple(RequestSpec(0.0, 5 + index, length) for index, length in enumerate(lengths)))
+
+
+FAULTS = {
+    "illegal_access": (WorkerError, "a kernel read or wrote outside its tensors", "block_size", True),
+    "spin": (WorkerError, f"not answered for {STALL_S:g} s during the run: a kernel hangs", "restarted", True),
+    "kill": (WorkerError, r"signal 9 \(SIGKILL\)", "restarted", True),
+    "fill the card": (
+        DoesNotFitError,
+        "ran out of memory during the run: CUDA out of memory",
+        "less gpu_memory",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_run_ends_in_advice_and_the_next_run_works(session, fault):
+    error, words, works, restarts = FAULTS[fault]
+    assert session.run(workload=workload()).status == "finished"
+    generation = session._runner.worker.generation
+    with pytest.raises(error, match=words) as caught:
+        session.run(workload=workload(f"fault:{fault}@12"))
+    assert works in caught.value.works
+    failed = session.records()[-1]
+    assert [row.output_tokens for row in failed.requests if row.finish_reason == "length"] == [2, 3]
+    assert session.store.get(failed.run_id).error == failed.error
+    said = []
+    record = session.run(workload=workload(), on_event=said.append)
+    assert [row.output_tokens for row in record.requests] == [2, 3, 60, 60]
+    assert (session._runner.worker.generation > generation) is restarts
+    assert any("restarted" in event.get("message", "") for event in said) is restarts
+
+
+def test_swap_space_that_the_host_lacks_is_refused_with_what_works(session):
+    with pytest.raises(DoesNotFitError, match="no room for the KV of preempted requests") as caught:
+        session.run(workload=workload(), swap_space=4000.0, preemption_mode="swap")
+    assert caught.value.knob == "swap_space"
+    assert "swap_space = " in caught.value.works
+    assert session.run(workload=workload(), swap_space=0.1, preemption_mode="swap").status == "finished"
+
+
+HOLD = """
+import sys, torch
+free, total = torch.cuda.mem_get_info()
+kept = torch.empty(free - int(float(sys.argv[1]) * total), dtype=torch.uint8, device="cuda")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_card_that_another_process_fills_between_two_runs(session):
+    """By now the engine keeps its pool, so the second plan needs more than is left."""
+    assert session.run(workload=workload()).status == "finished"
+    other = subprocess.Popen([sys.executable, "-c", HOLD, "0.1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(DoesNotFitError, match="another process may hold its memory") as caught:
+            session.run(workload=workload(), gpu_memory_utilization=0.5)
+        works = float(caught.value.works.removeprefix("gpu_memory_utilization = "))
+        assert 0.03 < works < 0.5
+        assert session.run(workload=workload(), gpu_memory_utilization=works - 0.02).status == "finished"
+    finally:
+        other.communicate(b"")
+    assert session.run(workload=workload(), gpu_memory_utilization=0.3).status == "finished"
