@@ -4,7 +4,6 @@ embeddings and fp8 experts through the engine."""
 from __future__ import annotations
 
 import pytest
-from test_engine_cuda import NEAR_TIE, gaps, make_decoder, make_engine, make_spec, requests, serve
 
 from labkit.engine.embedding import embed
 from labkit.experiments.engine_backend import EngineBackend
@@ -17,6 +16,7 @@ from labkit.models.quantization import engine_format
 from labkit.specs import load_gpu, load_model, synthetic_workload
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.model_spec import LayerSpec, MoeSpec, WeightFormat
+from tests.gpu.test_engine_cuda import NEAR_TIE, gaps, make_decoder, make_engine, make_spec, requests, serve
 
 LAYER = LayerSpec(kind="full", num_heads=8, num_kv_heads=2, head_dim=64)
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "layers": (LAYER,) * 3}
