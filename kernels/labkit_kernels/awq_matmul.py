@@ -22,11 +22,13 @@ from labkit_kernels.checks import (
     check_shape,
 )
 from labkit_kernels.heuristics import INTERPRETER_SLOTS
-from labkit_kernels.ops import capability
+from labkit_kernels.ops import capability, interpreting, overlaps_launches
 
 COLUMNS_OF_WORD = 8
 GROUP_SIZES = (32, 64, 128)
 DEQUANTISE_ROWS = 1024
+FEW_ROWS = 32
+MAX_PARTS = 16
 
 
 @dataclass(frozen=True)
@@ -79,19 +81,177 @@ class AwqTiling:
 def awq_tiling(arch: int, slots: int, rows: int, weight: AwqWeight) -> AwqTiling:
     """Small row counts split the inputs over programs until a card of `slots` multiprocessors is full."""
     inputs, columns = weight.qweight.shape[0], weight.scales.shape[1]
-    step = next(size for size in (64, 32) if weight.group_size % size == 0)
-    if rows <= 32:
-        tile_rows, tile_columns, warps = max(16, triton.next_power_of_2(rows)), 64, 4
-    elif rows <= 64:
-        tile_rows, tile_columns, warps = 64, 128, 4
+    if rows <= FEW_ROWS:
+        step = next(size for size in (128, 64, 32) if weight.group_size % size == 0)
+        tile_rows, tile_columns, warps, stages = 16, 256, 4, 3
     else:
-        tile_rows, tile_columns, warps = 128, 128, 8
-    step = min(step, 32) if rows > 32 and arch < 90 else step
+        step = next(size for size in (64, 32) if weight.group_size % size == 0 and (size == 32 or arch >= 90))
+        tile_rows, tile_columns, warps, stages = 128, 128, 8, 3
+        if rows <= 64:
+            tile_rows, warps = 64, 4
     tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns)
     parts = 1
-    while parts < 16 and tiles * parts < 3 * slots and inputs // (2 * parts * step) >= 4:
+    while parts < MAX_PARTS and tiles * parts < 2 * slots and inputs // (2 * parts * step) >= 1:
         parts *= 2
-    return AwqTiling(tile_rows, tile_columns, step, parts, warps, 4 if rows <= 32 else 3)
+    return AwqTiling(tile_rows, tile_columns, step, parts, warps, stages)
+
+
+@triton.jit
+def _unpack_half(x):
+    """Eight fp16 tiles of q - 8 from words, columns in order: 2¹⁰ + q of two words at once, less 2¹⁰ + 8."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 l, h, c;
+        prmt.b32 l, $8, $9, 0x5410;
+        prmt.b32 h, $8, $9, 0x7632;
+        mov.b32 c, 0x64086408;
+        lop3.b32 $0, l, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $1, h, 0x000f000f, 0x64006400, 0xea;
+        shr.u32 l, l, 4;
+        shr.u32 h, h, 4;
+        lop3.b32 $2, l, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $3, h, 0x000f000f, 0x64006400, 0xea;
+        shr.u32 l, l, 4;
+        shr.u32 h, h, 4;
+        lop3.b32 $4, l, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $5, h, 0x000f000f, 0x64006400, 0xea;
+        shr.u32 l, l, 4;
+        shr.u32 h, h, 4;
+        lop3.b32 $6, l, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $7, h, 0x000f000f, 0x64006400, 0xea;
+        sub.f16x2 $0, $0, c;
+        sub.f16x2 $1, $1, c;
+        sub.f16x2 $2, $2, c;
+        sub.f16x2 $3, $3, c;
+        sub.f16x2 $4, $4, c;
+        sub.f16x2 $5, $5, c;
+        sub.f16x2 $6, $6, c;
+        sub.f16x2 $7, $7, c;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+        [x],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _unpack_bfloat(x):
+    """The same as bf16: 2⁷ + q, less 2⁷ + 8 by a multiply-add, which sm_80 has too."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 l, h, c, o;
+        prmt.b32 l, $8, $9, 0x5410;
+        prmt.b32 h, $8, $9, 0x7632;
+        mov.b32 c, 0xc308c308;
+        mov.b32 o, 0x3f803f80;
+        lop3.b32 $0, l, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $1, h, 0x000f000f, 0x43004300, 0xea;
+        shr.u32 l, l, 4;
+        shr.u32 h, h, 4;
+        lop3.b32 $2, l, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $3, h, 0x000f000f, 0x43004300, 0xea;
+        shr.u32 l, l, 4;
+        shr.u32 h, h, 4;
+        lop3.b32 $4, l, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $5, h, 0x000f000f, 0x43004300, 0xea;
+        shr.u32 l, l, 4;
+        shr.u32 h, h, 4;
+        lop3.b32 $6, l, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $7, h, 0x000f000f, 0x43004300, 0xea;
+        fma.rn.bf16x2 $0, $0, o, c;
+        fma.rn.bf16x2 $1, $1, o, c;
+        fma.rn.bf16x2 $2, $2, o, c;
+        fma.rn.bf16x2 $3, $3, o, c;
+        fma.rn.bf16x2 $4, $4, o, c;
+        fma.rn.bf16x2 $5, $5, o, c;
+        fma.rn.bf16x2 $6, $6, o, c;
+        fma.rn.bf16x2 $7, $7, o, c;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+        [x],
+        dtype=(
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+        ),
+        is_pure=True,
+        pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _column(words, J: tl.constexpr):
+    """Column J of the eight of each word, 0 to 15: even columns lie in the lower half, odd ones in the upper."""
+    return (words >> (J // 2 * 4 + J % 2 * 16)) & 0xF
+
+
+@triton.jit
+def _unpack(x, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Eight 16-bit tiles of q - 8 from a tile of words, columns in order."""
+    dtype: tl.constexpr = tl.float16 if HALF else tl.bfloat16
+    if ASM and HALF:
+        y = _unpack_half(x)
+    elif ASM:
+        y = _unpack_bfloat(x)
+    else:
+        y = (
+            (_column(x, 0) - 8).to(dtype), (_column(x, 1) - 8).to(dtype), (_column(x, 2) - 8).to(dtype),
+            (_column(x, 3) - 8).to(dtype), (_column(x, 4) - 8).to(dtype), (_column(x, 5) - 8).to(dtype),
+            (_column(x, 6) - 8).to(dtype), (_column(x, 7) - 8).to(dtype),
+        )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _add_column(total, a, w, sum_a, zeros, scale, there, J: tl.constexpr):
+    """total + (a · (q - 8) - sum of a · (zero - 8)) · scale for column J of each word: no large numbers cancel."""
+    zero = (_column(zeros, J) - 8).to(tl.float32)
+    factor = tl.load(scale + J, mask=there, other=0.0).to(tl.float32)
+    return total + (tl.dot(a, w, out_dtype=tl.float32) - sum_a[:, None] * zero[None, :]) * factor[None, :]
+
+
+@triton.jit
+def _awq_words_kernel(
+    x, qweight, qzeros, scales, out, rows, words, inputs, group, part_inputs, x_row, w_row, z_row, s_row, o_part,
+    o_row, ROWS: tl.constexpr, WORDS: tl.constexpr, INPUTS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):  # fmt: skip
+    """Few rows: words are unpacked in registers where the product wants them, as eight tiles of every eighth column."""
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    there = word < words
+    start = tl.program_id(2) * part_inputs
+    c0 = tl.zeros([ROWS, WORDS], tl.float32)
+    c1, c2, c3, c4, c5, c6, c7 = c0, c0, c0, c0, c0, c0, c0
+    for first in range(start, min(start + part_inputs, inputs), INPUTS):
+        g = (first // group).to(tl.int64)
+        zeros = tl.load(qzeros + g * z_row + word, mask=there, other=0)
+        scale = scales + g * s_row + word * 8
+        k = first + tl.arange(0, INPUTS)
+        a = tl.load(x + (row.to(tl.int64) * x_row)[:, None] + k[None, :], mask=(row < rows)[:, None], other=0.0)
+        packed = tl.load(qweight + (k.to(tl.int64) * w_row)[:, None] + word[None, :], mask=there[None, :], other=0)
+        w0, w1, w2, w3, w4, w5, w6, w7 = _unpack(packed, HALF, ASM)
+        sum_a = tl.sum(a.to(tl.float32), 1)
+        c0 = _add_column(c0, a, w0, sum_a, zeros, scale, there, 0)
+        c1 = _add_column(c1, a, w1, sum_a, zeros, scale, there, 1)
+        c2 = _add_column(c2, a, w2, sum_a, zeros, scale, there, 2)
+        c3 = _add_column(c3, a, w3, sum_a, zeros, scale, there, 3)
+        c4 = _add_column(c4, a, w4, sum_a, zeros, scale, there, 4)
+        c5 = _add_column(c5, a, w5, sum_a, zeros, scale, there, 5)
+        c6 = _add_column(c6, a, w6, sum_a, zeros, scale, there, 6)
+        c7 = _add_column(c7, a, w7, sum_a, zeros, scale, there, 7)
+    even = tl.join(tl.join(c0, c4), tl.join(c2, c6))
+    odd = tl.join(tl.join(c1, c5), tl.join(c3, c7))
+    total = tl.reshape(tl.join(even, odd), [ROWS, WORDS * 8])
+    column = tl.program_id(1) * (WORDS * 8) + tl.arange(0, WORDS * 8)
+    at = out + tl.program_id(2).to(tl.int64) * o_part + (row.to(tl.int64) * o_row)[:, None] + column[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < words * 8)[None, :])
 
 
 @triton.jit
@@ -111,9 +271,11 @@ def _nibbles(words, HALF: tl.constexpr):
 def _awq_kernel(
     x, qweight, qzeros, scales, out, rows, columns, inputs, group, part_inputs, x_row, w_row, z_row, s_row, o_part,
     o_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr, HALF: tl.constexpr,
-    SCALE_AFTER: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one part of the inputs; SCALE_AFTER: the group's scale multiplies the float32 product instead."""
+    """Many rows: one tile of one part of the inputs, its weights scaled in 16 bits before the product."""
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     word = tl.program_id(1) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
@@ -129,22 +291,20 @@ def _awq_kernel(
         zero_words = tl.load(qzeros + g * z_row + word, mask=there, other=0)
         scale = tl.load(scales + g * s_row + column, mask=column < columns, other=0.0)
         w = _nibbles(words, HALF) - _nibbles(zero_words[None, :], HALF)
-        if SCALE_AFTER:
-            total += tl.dot(a, w, out_dtype=tl.float32) * scale.to(tl.float32)[None, :]
-        else:
-            total = tl.dot(a, w * scale.to(w.dtype)[None, :], total, out_dtype=tl.float32)
+        total = tl.dot(a, w * scale.to(w.dtype)[None, :], total, out_dtype=tl.float32)
     at = out + tl.program_id(2).to(tl.int64) * o_part + (row.to(tl.int64) * o_row)[:, None] + column[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 
 @triton.jit
-def _sum_parts_kernel(partial, out, total, columns, parts, o_row, TILE: tl.constexpr):
+def _sum_parts_kernel(
+    partial, out, total, columns, o_row, PARTS: tl.constexpr, TILE: tl.constexpr, WAIT: tl.constexpr
+):  # fmt: skip
+    if WAIT:
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    y = tl.zeros([TILE], tl.float32)
-    source = partial + at
-    for _ in range(parts):
-        y += tl.load(source, mask=at < total, other=0.0)
-        source += total
+    part = tl.arange(0, PARTS).to(tl.int64) * total
+    y = tl.sum(tl.load(partial + part[:, None] + at[None, :], mask=(at < total)[None, :], other=0.0), 0)
     tl.store(out + at // columns * o_row + at % columns, y.to(out.dtype.element_ty), mask=at < total)
 
 
@@ -209,16 +369,31 @@ def _launch(x: torch.Tensor, weight: AwqWeight, out: torch.Tensor) -> None:
     columns = out.shape[1]
     tiling = awq_tiling(capability(x.device), _slots(x.device), rows, weight)
     part_inputs = triton.cdiv(inputs, tiling.parts * tiling.inputs) * tiling.inputs
-    target = out
+    target, overlaps = out, False
     if tiling.parts > 1:
         target = torch.empty(tiling.parts, rows, columns, dtype=torch.float32, device=x.device)
-    _awq_kernel[(triton.cdiv(rows, tiling.rows), triton.cdiv(columns, tiling.columns), tiling.parts)](
-        x, weight.qweight, weight.qzeros, weight.scales, target, rows, columns, inputs, weight.group_size, part_inputs,
+        overlaps = overlaps_launches(x.device)
+    grid = (triton.cdiv(rows, tiling.rows), triton.cdiv(columns, tiling.columns), tiling.parts)
+    tensors = (x, weight.qweight, weight.qzeros, weight.scales, target)
+    strides = (
         x.stride(0), weight.qweight.stride(0), weight.qzeros.stride(0), weight.scales.stride(0), rows * columns,
-        target.stride(-2), ROWS=tiling.rows, COLUMNS=tiling.columns, INPUTS=tiling.inputs,
-        HALF=x.dtype is torch.float16, SCALE_AFTER=tiling.rows <= 32, num_warps=tiling.warps, num_stages=tiling.stages,
+        target.stride(-2),
     )  # fmt: skip
-    if tiling.parts > 1:
-        _sum_parts_kernel[(triton.cdiv(rows * columns, 512),)](
-            target, out, rows * columns, columns, tiling.parts, out.stride(0), TILE=512, num_warps=2
+    common = {
+        "ROWS": tiling.rows, "INPUTS": tiling.inputs, "HALF": x.dtype is torch.float16, "TRIGGER": overlaps,
+        "num_warps": tiling.warps, "num_stages": tiling.stages,
+    }  # fmt: skip
+    if rows <= FEW_ROWS:
+        _awq_words_kernel[grid](
+            *tensors, rows, columns // COLUMNS_OF_WORD, inputs, weight.group_size, part_inputs, *strides,
+            WORDS=tiling.columns // COLUMNS_OF_WORD, ASM=not interpreting(), **common,
+        )  # fmt: skip
+    else:
+        _awq_kernel[grid](
+            *tensors, rows, columns, inputs, weight.group_size, part_inputs, *strides, COLUMNS=tiling.columns, **common
         )
+    if tiling.parts > 1:
+        _sum_parts_kernel[(triton.cdiv(rows * columns, 256),)](
+            target, out, rows * columns, columns, out.stride(0), PARTS=tiling.parts, TILE=256, WAIT=overlaps,
+            num_warps=2, **({"launch_pdl": True} if overlaps else {}),
+        )  # fmt: skip

@@ -114,9 +114,8 @@ def _rope_write_kernel(
             q + token * q_stride_token + head * q_stride_head, q_weight, cos_sin, position, here, eps, NORM,
             INTERLEAVED, ROTARY, D, DP,
         )  # fmt: skip
-        if TOKENS > 1:
-            # `q_out` may be q: no warp writes before the others have read their partners.
-            tl.debug_barrier()
+        # `q_out` may be q: nothing is written before all partners have been read, however many warps there are.
+        tl.debug_barrier()
         at = (token * out_stride_token + head * out_stride_head)[:, None] + d[None, :]
         tl.store(q_out + at, rows.to(q_out.dtype.element_ty), mask=here[:, None] & (d < D)[None, :])
         return

@@ -78,7 +78,7 @@ LAUNCHES: dict[str, tuple[ModuleType, str, Callable[[], object]]] = {
     "copy": (block_copy, "_copy_kernel", _copy),
     "greedy": (sampling, "_greedy_kernel", lambda: sampling.greedy(empty(4, 151936))),
     "sample": (sampling, "_sample_kernel", _sample),
-    "awq 1": (awq_matmul, "_awq_kernel", _awq(1)),
+    "awq 1": (awq_matmul, "_awq_words_kernel", _awq(1)),
     "awq 64": (awq_matmul, "_awq_kernel", _awq(64)),
     "awq 512": (awq_matmul, "_awq_kernel", _awq(512)),
     "awq sum": (awq_matmul, "_sum_parts_kernel", _awq(1)),
