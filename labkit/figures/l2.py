@@ -107,7 +107,7 @@ def _kind(bar: L2Bar) -> str:
     return f"{bar.method.split(' ')[0]}{', whole step' if 'all kernels' in bar.scope else ''}"
 
 
-def sentence(counters: Counters) -> str:
+def sentence(counters: Counters | L2Bar) -> str:
     """One run's counters in words: hit rate, bandwidth, what was looked at, and how."""
     scope = f" ({plain(counters.scope, 80)})" if counters.scope else ""
     return (
@@ -122,25 +122,21 @@ def plot_l2(records: Sequence[RunRecord], theme: str = "light") -> go.Figure:
 
 
 def caption(info: L2Info) -> str:
-    """Highest hit rate with its bandwidth and method."""
+    """The newest run's hit rate with its bandwidth and method; of its attention where both were counted."""
     if not info.bars:
         return "No run has cache counters yet."
-    best = max(info.bars, key=lambda bar: bar.l2_hit_rate)
-    text = (
-        f"Highest L2 hit rate: {fmt.share(best.l2_hit_rate, 1)} at {fmt.bandwidth(best.dram_bytes_per_s)} from DRAM "
-        f"with {plain(best.name, 40)}; {plain(best.method, 80)}, {plain(best.card, 40)}."
-    )
-    if best.l2_hit_rate < NEAR_ZERO:
+    newest = next(bar for bar in info.bars if bar.run_id == info.bars[-1].run_id)
+    text = f"{plain(newest.name, 40)}: {sentence(newest)}"
+    if newest.l2_hit_rate < NEAR_ZERO:
         text += (
             " Near zero is what decode without shared prefixes gives: each block of KV is read once in a step, and "
             "until the next step other layers have pushed it out; only prefixes that requests share can hit."
         )
-    if not best.is_measured:
+    if not newest.is_measured:
         text += " The bandwidth is the most that a kernel of this shape can ask for, not a measurement."
     if info.peak_bytes_per_s:
-        text += (
-            f" DRAM reads are {fmt.share(best.dram_bytes_per_s, info.peak_bytes_per_s)} of the data sheet's bandwidth."
-        )
+        share = fmt.share(newest.dram_bytes_per_s, info.peak_bytes_per_s)
+        text += f" DRAM reads are {share} of the data sheet's bandwidth."
     return text
 
 
