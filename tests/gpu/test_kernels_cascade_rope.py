@@ -85,6 +85,9 @@ def test_rope_and_write_equals_reference(kv, interleaved, norm, many, monkeypatc
     scale = 1.0 if kv is torch.bfloat16 else 0.05
     rotary_record = Rotary(cos_sin, interleaved, weight, weight)
     out = rope_and_write(q, key, value, positions, slots, rotary_record, KVTarget(*caches, scale, scale))
+    turned = q.clone()
+    rope_and_write(turned, key, value, positions, slots, rotary_record, KVTarget(*caches, scale, scale), out=turned)
+    assert torch.equal(turned, out)
 
     def want(x):
         x = rms_norm(x.double(), weight) if norm else x.double()
