@@ -6,10 +6,7 @@ so command line, panel and docs share one text.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +14,9 @@ import typer
 
 from labkit import format as shown
 from labkit.calibrate_command import calibrate_command
+from labkit.cli_options import takes_knobs
 from labkit.errors import LabkitError
-from labkit.specs.engine_config import EngineConfig, Knob
+from labkit.specs.engine_config import EngineConfig
 from labkit.terminal import (
     ProgressLine,
     out,
@@ -70,34 +68,6 @@ def main() -> None:
     except KeyboardInterrupt:
         warn("labkit: interrupted; what was finished is kept (see `labkit runs`)")
         sys.exit(130)
-
-
-def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command` one option per knob of `EngineConfig`; it receives those that were set as `knobs`."""
-    signature = inspect.signature(command, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.name != "knobs"]
-    knobs = [knob for knob in EngineConfig.knobs() if knob.name not in signature.parameters]
-
-    @functools.wraps(command)
-    def wrapper(**options: Any) -> None:
-        given = {knob.name: options.pop(knob.name) for knob in knobs}
-        command(**options, knobs={name: value for name, value in given.items() if value is not None})
-
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[
-            *(parameter.replace(kind=keyword) for parameter in own),
-            *(inspect.Parameter(knob.name, keyword, default=None, annotation=_option(knob)) for knob in knobs),
-        ]
-    )
-    return wrapper
-
-
-def _option(knob: Knob) -> Any:
-    flag = knob.flag or f"--{knob.name.replace('_', '-')}"
-    names = f"{flag}/--no-{flag.removeprefix('--')}" if knob.kind is bool else flag
-    text = f"{knob.help} [{knob.unit}]" if knob.unit else knob.help
-    return Annotated[knob.kind | None, typer.Option(names, help=text, rich_help_panel="Knobs, by vLLM's names")]
 
 
 @app.command()
@@ -284,7 +254,7 @@ def simulate_command(
 
 @app.command()
 def claims(
-    ids: Annotated[list[str] | None, typer.Argument(help="C01 to C30; all if none.")] = None,
+    ids: Annotated[list[str] | None, typer.Argument(help="C01 to C30, CASE-A; all thirty if none.")] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="Also write a results file.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -404,6 +374,18 @@ def traces() -> None:
     show_table(
         "Traces", ["name", "traffic", "licence"], [[entry.name, entry.title, entry.licence] for entry in entries]
     )
+
+
+@app.command()
+def presets() -> None:
+    """List the tasks that `--preset` knows: their flags, traffic and goal."""
+    from labkit.specs.presets import presets as known
+
+    for entry in known():
+        out(f"{entry.name}: {entry.title}; {entry.reason}")
+        out("    flags: " + " ".join(f"{knob}={value}" for knob, value in entry.knobs.items()))
+        out(f"    traffic: {entry.workload}, " + ", ".join(f"{knob} {size}" for knob, size in entry.take.items()))
+        out(f"    goal: {entry.goal_words}")
 
 
 @bench_app.command("engine")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from labkit.experiments.grid_sweep import sweep
 from labkit.experiments.lab_session import LabSession
 from labkit.experiments.worker import OnEvent
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
+from labkit.specs import preset, preset_traffic
 
 if TYPE_CHECKING:
     from labkit.experiments.search import SearchResult
@@ -30,6 +31,21 @@ class Session(LabSession):
     Without the panel: `session.plan(block_size=32)`, `session.run(block_size=32)`, `session.sweep({"block_size": [8,
     16, 32]})`, `session.report()`. Arguments, `plan`, `run`, `cancel` and `close` as in `LabSession`.
     """
+
+    @classmethod
+    def for_task(cls, task: str, model: str | Path, gpu: str = "auto", **settings: Any) -> Self:
+        """A session with the flags and the traffic of a task; `labkit presets` lists them.
+
+        Its goal is what a search takes: `task = labkit.specs.get_preset("chat")`, then
+        `session.search(task.space, goal=task.goal, limits=task.limits)`.
+
+        Args:
+            settings: as for `Session`.
+
+        Raises:
+            UnknownNameError: no such task.
+        """
+        return cls(model, gpu, **{"workload": preset_traffic(task), "config": preset(task), **settings})
 
     def sweep(
         self, grid: Mapping[str, Sequence[Any]], *, on_event: OnEvent | None = None, **settings: Any

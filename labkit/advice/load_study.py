@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from labkit.advice.advise import Advice, WhatIf, advise
 from labkit.advice.limit import BindingLimit, binding_limit
 from labkit.advice.speed import Scale, Speed, scale_of, speed_of
+from labkit.format import duration, rate
 from labkit.measure.run_record import RunRecord
+from labkit.measure.summary import summarize
 from labkit.memory.records import MemoryPlan
+from labkit.specs.presets import Preset
 from labkit.specs.workload import Workload
 
 
@@ -51,6 +54,28 @@ class SpeedBook:
         if key not in self._known:
             self._known[key] = speed_of(plan, self._traffic, scale)
         return self._known[key]
+
+
+@dataclass(frozen=True)
+class GoalCheck:
+    """Whether a task's limits hold for a configuration: `sentence` with the numbers; without limits they always do."""
+
+    is_met: bool
+    sentence: str
+
+
+def check_goal(task: Preset, speed: Speed) -> GoalCheck:
+    """The limits of `task` beside what `speed` gives at the traffic's own arrivals."""
+    words, is_met, given = [f"at most {rate(speed.rate, speed.unit)}"], True, summarize(speed.record)
+    for name, limit in task.limits.items():
+        times = {"ttft_p99_s": given.ttft_s, "inter_token_p99_s": given.inter_token_s, "e2e_p99_s": given.e2e_s}[name]
+        simulated = getattr(speed, name, None) or (times.p99 if times else None)
+        if simulated is None:
+            continue
+        is_met = is_met and simulated <= limit
+        words.append(f"p99 {duration(simulated)} of the {duration(limit)} that the task allows")
+    ending = "" if not task.limits else ": within its goal" if is_met else ": outside its goal"
+    return GoalCheck(is_met, f"{', '.join(words)}{ending} ({speed.basis})")
 
 
 def study_load(

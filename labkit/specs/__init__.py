@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from labkit.specs.model_loading import load_model
     from labkit.specs.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec, StateSpec, WeightFormat
     from labkit.specs.nvml import read_gpus
-    from labkit.specs.presets import name_of, preset, preset_names
+    from labkit.specs.presets import Preset, get_preset, name_of, preset, preset_names, preset_traffic
     from labkit.specs.prompts import prompt_token_ids
     from labkit.specs.synthetic import synthetic_workload
     from labkit.specs.workload import RequestSpec, Workload
@@ -31,13 +31,15 @@ _HOMES = {
     "dataset_names": "datasets", "datasets_folder": "datasets", "gpu_names": "gpu_catalogue",
     "load_gpu": "gpu_loading", "load_model": "model_loading", "load_workload": "workload_loading",
     "model_from_config": "model_config", "model_names": "model_catalogue", "name_of": "presets", "preset": "presets",
-    "preset_names": "presets", "prompt_token_ids": "prompts", "read_config_file": "config_fields",
+    "Preset": "presets", "get_preset": "presets", "preset_names": "presets", "preset_traffic": "presets",
+    "prompt_token_ids": "prompts", "read_config_file": "config_fields",
     "read_gpus": "nvml", "strip_unsafe": "config_fields", "synthetic_workload": "synthetic",
 }  # fmt: skip
 __all__ = [
-    "EngineConfig", "GpuSpec", "Knob", "LayerSpec", "ModelSpec", "MoeSpec", "RequestSpec", "RopeSpec", "StateSpec",
-    "WeightFormat", "Workload", "cpu_gpu", "dataset_names", "datasets_folder", "gpu_names", "load_gpu", "load_model",
-    "load_workload", "model_from_config", "model_names", "name_of", "preset", "preset_names", "prompt_token_ids",
+    "EngineConfig", "GpuSpec", "Knob", "LayerSpec", "ModelSpec", "MoeSpec", "Preset", "RequestSpec", "RopeSpec",
+    "StateSpec", "WeightFormat", "Workload", "cpu_gpu", "dataset_names", "datasets_folder", "get_preset", "gpu_names",
+    "load_gpu", "load_model", "load_workload", "model_from_config", "model_names", "name_of", "preset", "preset_names",
+    "preset_traffic", "prompt_token_ids",
     "read_config_file", "read_gpus", "strip_unsafe", "synthetic_workload",
 ]  # fmt: skip
 

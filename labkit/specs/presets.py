@@ -5,24 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from labkit.errors import UnknownNameError
-from labkit.format import count, gib, memory
+from labkit.format import count, duration, gib, memory
 from labkit.specs.engine_config import EngineConfig
+from labkit.specs.workload import Workload
+from labkit.specs.workload_loading import load_workload
 from labkit.text import nearest, plain
+
+Goal = Literal["output_tokens_per_s", "requests_per_s"]
+_GOALS: Mapping[str, str] = MappingProxyType(
+    {"output_tokens_per_s": "most output tokens per second", "requests_per_s": "most requests per second"}
+)
+_LIMITS: Mapping[str, str] = MappingProxyType(
+    {"ttft_p99_s": "first token", "inter_token_p99_s": "time between tokens", "e2e_p99_s": "whole answer"}
+)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A starting point for one kind of traffic.
+    """A starting point for one kind of task: flags, the traffic that shows it best, and what is to be reached.
 
     Attributes:
         name: as users name it.
         title: what it is for.
         reason: why these knobs.
         knobs: what differs from vLLM's defaults.
-        workload: the trace that shows it best.
+        workload: name of the trace; `take` says how much of it, as `load_workload` takes it.
+        goal, limits: what `session.search` makes largest, and the p99 that it keeps below a time in seconds.
+        space: knob → values that are worth a search.
     """
 
     name: str
@@ -30,28 +42,84 @@ class Preset:
     reason: str
     knobs: Mapping[str, Any]
     workload: str
+    take: Mapping[str, Any]
+    goal: Goal
+    limits: Mapping[str, float]
+    space: Mapping[str, tuple[Any, ...]]
+
+    @property
+    def goal_words(self) -> str:
+        """The goal in words: "most output tokens per second with 99 % of times between tokens within 100 ms"."""
+        limits = [f"99 % of each {_LIMITS[name]} within {duration(value)}" for name, value in self.limits.items()]
+        return " with ".join([_GOALS[self.goal], *limits])
 
 
-def _preset(name: str, title: str, reason: str, workload: str, **knobs: Any) -> Preset:
-    return Preset(name, title, reason, MappingProxyType(knobs), workload)
+def _preset(
+    name: str,
+    title: str,
+    reason: str,
+    workload: str,
+    *,
+    take: Mapping[str, Any],
+    goal: Goal = "output_tokens_per_s",
+    limits: Mapping[str, float] | None = None,
+    space: Mapping[str, tuple[Any, ...]] | None = None,
+    **knobs: Any,
+) -> Preset:
+    frozen = (MappingProxyType(dict(values)) for values in (knobs, take, limits or {}, space or {}))
+    made, taken, kept, searched = frozen
+    return Preset(name, title, reason, made, workload, taken, goal, kept, searched)
 
 
 _PRESETS = (
     _preset(
         "chat", "Chat", "many short requests: prompts in small chunks, so that running answers do not stall",
-        "azure-2023-conv", max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=2048,
+        "azure-2023-conv", take={"limit": 200, "max_input_tokens": 6144, "max_output_tokens": 2000},
+        limits={"inter_token_p99_s": 0.1},
+        space={"max_num_seqs": (64, 128, 256), "max_num_batched_tokens": (1024, 2048, 4096)},
+        max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=2048,
     ),
     _preset(
         "rag", "Long prompts with shared beginnings", "prefix caching and large chunks; few requests at once",
-        "mooncake-synthetic", max_model_len=32768, max_num_seqs=64, max_num_batched_tokens=8192,
+        "mooncake-synthetic", take={"limit": 100, "max_input_tokens": 30000, "max_output_tokens": 2000},
+        limits={"ttft_p99_s": 10.0},
+        space={"max_num_seqs": (32, 64, 128), "max_num_batched_tokens": (4096, 8192, 16384)},
+        max_model_len=32768, max_num_seqs=64, max_num_batched_tokens=8192, enable_prefix_caching=True,
+    ),
+    _preset(
+        "agentic", "Agents: many turns on one beginning", "each turn repeats the conversation so far, so what was "
+        "computed before must stay: prefix caching, and 8-bit KV to keep more of it",
+        "mooncake-conversation", take={"limit": 100, "max_input_tokens": 30000, "max_output_tokens": 2000},
+        limits={"ttft_p99_s": 5.0},
+        space={"kv_cache_dtype": ("auto", "fp8"), "max_num_seqs": (32, 64, 128)},
+        max_model_len=32768, max_num_seqs=64, max_num_batched_tokens=4096, enable_prefix_caching=True,
+        kv_cache_dtype="fp8",
     ),
     _preset(
         "batch", "Offline batch", "throughput before latency: many requests, large steps",
-        "arxiv-summarization", max_model_len=8192, max_num_seqs=1024, max_num_batched_tokens=16384,
+        "arxiv-summarization", take={"limit": 200, "max_input_tokens": 7000, "max_output_tokens": 1000},
+        space={"max_num_seqs": (256, 512, 1024), "max_num_batched_tokens": (8192, 16384)},
+        max_model_len=8192, max_num_seqs=1024, max_num_batched_tokens=16384,
+    ),
+    _preset(
+        "embedding", "Embedding", "prompts only: full steps, few requests at once, and a small pool as nothing decodes",
+        "azure-2023-code", take={"limit": 200, "max_input_tokens": 8000, "max_output_tokens": 1},
+        goal="requests_per_s", limits={"e2e_p99_s": 1.0},
+        space={"max_num_batched_tokens": (4096, 8192, 16384), "max_num_seqs": (16, 32, 64)},
+        max_model_len=8192, max_num_seqs=32, max_num_batched_tokens=8192,
+    ),
+    _preset(
+        "reasoning", "Reasoning: long answers", "answers far longer than prompts: decode and KV decide, small steps",
+        "servegen-deepseek-r1", take={"limit": 60, "max_input_tokens": 4000, "max_output_tokens": 8000},
+        limits={"inter_token_p99_s": 0.05},
+        space={"kv_cache_dtype": ("auto", "fp8"), "max_num_seqs": (64, 128, 256)},
+        max_model_len=16384, max_num_seqs=128, max_num_batched_tokens=2048,
     ),
     _preset(
         "tight-memory", "Tight memory", "8-bit KV, short requests, small steps and no CUDA graphs",
-        "azure-2023-conv", max_model_len=4096, max_num_seqs=32, max_num_batched_tokens=1024, kv_cache_dtype="fp8",
+        "azure-2023-conv", take={"limit": 100, "max_input_tokens": 3000, "max_output_tokens": 1000},
+        space={"max_num_seqs": (8, 16, 32), "enforce_eager": (False, True)},
+        max_model_len=4096, max_num_seqs=32, max_num_batched_tokens=1024, kv_cache_dtype="fp8",
         gpu_memory_utilization=0.95, enforce_eager=True,
     ),
 )  # fmt: skip
@@ -67,8 +135,8 @@ def preset_names() -> tuple[str, ...]:
     return tuple(entry.name for entry in _PRESETS)
 
 
-def preset(name: str, base: EngineConfig | None = None) -> EngineConfig:
-    """The configuration of preset `name`; knobs that it leaves alone are those of `base`.
+def get_preset(name: str) -> Preset:
+    """The preset called `name`.
 
     Raises:
         UnknownNameError: no such preset; names the nearest.
@@ -80,7 +148,26 @@ def preset(name: str, base: EngineConfig | None = None) -> EngineConfig:
             available=", ".join(preset_names()),
             works=nearest(str(name), preset_names()),
         )
-    return (base or EngineConfig()).replace(**found.knobs)
+    return found
+
+
+def preset(name: str, base: EngineConfig | None = None) -> EngineConfig:
+    """The configuration of preset `name`; knobs that it leaves alone are those of `base`.
+
+    Raises:
+        UnknownNameError: no such preset; names the nearest.
+    """
+    return (base or EngineConfig()).replace(**get_preset(name).knobs)
+
+
+def preset_traffic(name: str) -> Workload:
+    """The traffic of preset `name`.
+
+    Raises:
+        UnknownNameError: no such preset; names the nearest.
+    """
+    found = get_preset(name)
+    return load_workload(found.workload, **found.take)
 
 
 def _switch(on: str, off: str) -> Callable[[Any], str]:

@@ -13,7 +13,7 @@ from labkit.advice.advise import Advice, advise, headline
 from labkit.advice.command import vllm_command
 from labkit.advice.follow_up import Applied, follow_up
 from labkit.advice.limit import binding_limit
-from labkit.advice.load_study import LoadStudy, SpeedBook, study_load
+from labkit.advice.load_study import LoadStudy, SpeedBook, check_goal, study_load
 from labkit.errors import LabkitError
 from labkit.figures import compare, live, run_table
 from labkit.figures.next_steps import get_next_steps_info
@@ -21,6 +21,7 @@ from labkit.figures.tables import Table
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
 from labkit.specs.engine_config import EngineConfig
+from labkit.specs.presets import Preset, get_preset, preset_traffic
 from labkit.specs.workload import Workload
 from labkit.text import plain
 from labkit.widgets.advice_view import AdviceView
@@ -56,6 +57,7 @@ class Panel(ipw.VBox):
         self._study: LoadStudy | None = None
         self._book = SpeedBook(session.workload) if isinstance(session.workload, Workload) else None
         self._applied: Applied | None = None
+        self._task: Preset | None = None
         self._live = live.LiveRun(LIVE_POINTS)
         self._records: tuple[RunRecord, ...] = ()
         self._chosen_id: str | None = None
@@ -72,6 +74,7 @@ class Panel(ipw.VBox):
         )
         self.compared, self.compared_table = TextLine(), DataTable(folded="the two runs as a table")
         self.note = TextLine(text=_note(session), classes=("lk-caption",))
+        self.task_line = TextLine(classes=("lk-caption",))
         self.control = RunControl(session, self)
         super().__init__(self._layout())
         self.add_class("lk-panel")
@@ -96,7 +99,8 @@ class Panel(ipw.VBox):
         tabs = self.pictures.tabs_view((self.runs, self.compared, self.compared_table))
         main = ipw.Box([memory, knobs, tabs])
         main.add_class("lk-main")
-        return [PlotlyLibrary(), self.screen, self.answer, self.run_bar.view(), self.note, self.stale, main]
+        return [PlotlyLibrary(), self.screen, self.answer, self.run_bar.view(), self.note, self.task_line, self.stale,
+                main]  # fmt: skip
 
     def _connect(self) -> None:
         bar, pictures = self.run_bar, self.pictures
@@ -110,6 +114,8 @@ class Panel(ipw.VBox):
         bar.counted_steps.observe(self._count_steps, "value")
         self.session.counted_steps = bar.counted_steps.value
         self.answer.on_press(lambda _: self.apply(0))
+        self.knob_set.presets.observe(self._task_chosen, "value")
+        self.task_line.on_press(lambda _: self.use_traffic())
         self.advice_view.on_apply(self.apply)
 
     # settings
@@ -147,6 +153,7 @@ class Panel(ipw.VBox):
         self.answer.say(headline(plan, limit, best), level, heading=self._subject(), buttons=["Apply"] if best else [])
         if plan.verdict == "does not fit" and plan.max_model_len_that_fits > 0:
             self.knobs["max_model_len"].say(f"largest that fits: {fmt.count(plan.max_model_len_that_fits)} tokens")
+        self._show_task()
         self.advice_view.show(self._advice, study)
         self.advice_view.show_follow_up(follow_up(self._applied, self._records) if self._applied else None)
         self._show_stale(plan)
@@ -169,6 +176,36 @@ class Panel(ipw.VBox):
             return run_plan(self.config).config
         except LabkitError:
             return plan.config
+
+    def _task_chosen(self, change: dict[str, Any]) -> None:
+        self._task = get_preset(change["new"]) if change["new"] else None
+        self._show_task()
+
+    def _show_task(self) -> None:
+        """The chosen task's goal, whether the settings reach it, and its traffic."""
+        task = self._task
+        if task is None:
+            self.task_line.say("")
+            return
+        text = f"{task.title}: {task.reason}. Goal: {task.goal_words}."
+        own = self._is_traffic_of(task)
+        if self._study and own:
+            found = check_goal(task, self._study.speed)
+            self.task_line.say(f"{text} These settings: {found.sentence}.", "ok" if found.is_met else "warn")
+            return
+        self.task_line.say(text, buttons=[] if own else [f"Use its traffic: {task.workload}"])
+
+    def _is_traffic_of(self, task: Preset) -> bool:
+        return getattr(self.session.workload, "name", "") == task.workload
+
+    def use_traffic(self) -> None:
+        """Take the traffic of the chosen task instead of the session's."""
+        if self._task is None:
+            return
+        traffic = preset_traffic(self._task.name)
+        with self._lock:
+            self.session.workload, self._book = traffic, SpeedBook(traffic)
+        self._replan(self.config)
 
     def _subject(self) -> str:
         names = (self.session.model.name, self.session.gpu.name, getattr(self.session.workload, "name", ""))

@@ -10,11 +10,12 @@ from samples import sample_plan, sample_record
 import labkit
 from labkit.advice import Applied, SpeedBook, binding_limit, follow_up, headline, speed_of, study_load
 from labkit.advice.advise import WORTH_SPEED_SHARE
+from labkit.advice.load_study import check_goal
 from labkit.advice.speed import MAX_REQUESTS, Scale, scale_of
 from labkit.experiments.virtual_run import VirtualOptions, simulate
 from labkit.measure.summary import summarize
 from labkit.memory import plan as make_plan
-from labkit.specs import synthetic_workload
+from labkit.specs import get_preset, synthetic_workload
 from labkit.specs.engine_config import EngineConfig
 
 MODEL, CARD = labkit.load_model("Qwen/Qwen3-8B"), labkit.load_gpu("L40S")
@@ -182,3 +183,14 @@ def test_a_measured_run_gives_the_limit():
     study = study_load(record.plan, TRAFFIC, record=record)
     assert study.limit == binding_limit(record.plan, record)
     assert study.limit.basis == "measured"
+
+
+def test_a_goal_is_checked_against_the_p99_of_the_load():
+    task, speed = get_preset("chat"), speed_of(plan_of(), TRAFFIC)
+    found = check_goal(task, dataclasses.replace(speed, inter_token_p99_s=0.099))
+    assert found.is_met
+    assert "p99 99.0 ms of the 100 ms that the task allows: within its goal" in found.sentence
+    assert not check_goal(task, dataclasses.replace(speed, inter_token_p99_s=0.101)).is_met
+    assert check_goal(get_preset("batch"), speed).is_met
+    whole = check_goal(get_preset("embedding"), speed)
+    assert whole.is_met == (summarize(speed.record).e2e_s.p99 <= 1.0)

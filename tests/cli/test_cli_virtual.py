@@ -47,3 +47,13 @@ def test_what_cannot_be_is_refused(words):
     result = run(*words)
     assert result.exit_code != 0
     assert type(result.exception).__name__ in ("UnknownNameError", "UnsupportedError")
+
+
+def test_a_preset_fills_what_is_not_said():
+    command = ("simulate", "--preset", "embedding", "--model", "Qwen/Qwen3-Embedding-0.6B", "--gpu", "L40S", "--json")
+    row = json.loads(run(*command, "--limit", "3", "--max-num-seqs", "7").stdout)["record"]
+    assert row["workload"]["name"] == "azure-2023-code"
+    assert len(row["requests"]) == 3
+    assert {one["output_tokens"] for one in row["requests"]} == {1}
+    assert (row["config"]["max_num_seqs"], row["config"]["max_model_len"]) == (7, 8192)
+    assert "most requests per second" in run("presets").stdout

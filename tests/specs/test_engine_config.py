@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labkit.errors import FileFormatError, LabkitError, OutOfRangeError, UnknownNameError
-from labkit.specs import EngineConfig, gpu_names, load_workload, name_of, preset, preset_names
+from labkit.specs import (
+    EngineConfig,
+    get_preset,
+    gpu_names,
+    load_workload,
+    name_of,
+    preset,
+    preset_names,
+    preset_traffic,
+)
 from labkit.specs.presets import presets
 
 KNOBS = {knob.name: knob for knob in EngineConfig.knobs()}
@@ -151,3 +160,17 @@ def test_unknown_preset():
     with pytest.raises(UnknownNameError) as caught:
         preset("chatt")
     assert caught.value.works == "chat"
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_is_traffic_goal_and_flags(name):
+    entry, traffic = get_preset(name), preset_traffic(name)
+    assert len(traffic.requests) == entry.take["limit"]
+    assert max(one.input_tokens + one.output_tokens for one in traffic.requests) <= entry.knobs["max_model_len"]
+    assert entry.goal in ("output_tokens_per_s", "requests_per_s")
+    assert len(entry.limits) <= 1
+    assert all(0 < value <= 60 for value in entry.limits.values())
+    assert entry.goal_words.startswith("most ")
+    for knob, values in entry.space.items():
+        for value in values:
+            assert getattr(preset(name).replace(**{knob: value}), knob) == value

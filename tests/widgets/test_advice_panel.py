@@ -94,3 +94,20 @@ def test_a_session_whose_card_is_not_known_keeps_the_plan(panel):
     assert fake.advice_view.title.text == "What each change would buy, from the plan"
     fake.pictures.tabs.value = "Limits"
     assert "card whose figures are known" in fake.pictures.caption.text
+
+
+def test_a_task_shows_its_goal_and_brings_its_traffic(panel):
+    panel.knob_set.presets.value = "chat"
+    assert panel.config.max_model_len == 8192
+    assert "Goal: most output tokens per second with 99 % of each time between tokens within 100 ms" in (
+        panel.task_line.text
+    )
+    assert panel.task_line.buttons == ["Use its traffic: azure-2023-conv"]
+    panel.task_line.pressed = {"what": "Use its traffic", "count": 1}
+    panel.settle(SETTLE_S)
+    assert panel.session.workload.name == "azure-2023-conv"
+    assert "azure-2023-conv" in panel.answer.heading
+    assert panel.task_line.buttons == []
+    assert "its goal (simulated)" in panel.task_line.text
+    panel.knob_set.presets.value = ""
+    assert panel.task_line.text == ""

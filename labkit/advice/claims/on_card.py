@@ -1,7 +1,7 @@
 """What claims need a card for: memory that torch reserves beyond its tensors, 16-bit types, eager mode.
 
-`python -m labkit.advice.claims.on_card` measures on this machine's card and writes `card_runs.json`, from which the
-claims take their measured numbers, with card and date. Random weights; about half a minute.
+`python -m labkit.advice.claims.on_card [file] [seconds]` measures on this machine's card and writes `card_runs.json`,
+from which the claims take their measured numbers, with card and date. Random weights; about half a minute.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from labkit.results import write_results
 FILE = "card_runs.json"
 SMALL, SEVEN = "Qwen/Qwen2-0.5B", "Qwen/Qwen2-7B"
 # The guides' claim about reserved memory is about a server at work: mixed lengths that come and go.
+LIMIT_S = 60.0
 NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 96, (64, 1500), (16, 160)
 Say = Callable[[str], None]
 Row = dict[str, Any]
@@ -133,7 +134,7 @@ def reserved_by_generate(say: Say, num_batches: int = 8, device: str = "cuda", *
             "moments": len(states)}  # fmt: skip
 
 
-def dtype_rates(say: Say, rounds: int = 3) -> Row:
+def dtype_rates(say: Say, rounds: int = 2) -> Row:
     """Output tokens/s of float16 and bfloat16 in turn, best round of each, on one model."""
     from labkit.engine.bench_gpu import Bench
     from labkit.models import load_model_weights
@@ -166,13 +167,13 @@ def eager_rates(say: Say) -> Row:
 MEASUREMENTS: tuple[tuple[str, Callable[[Say], Row]], ...] = (
     ("reserved, small", lambda say: reserved_by_engine(SMALL, say)),
     ("reserved, generate", reserved_by_generate),
-    ("reserved, seven", lambda say: reserved_by_engine(SEVEN, say)),
     ("dtypes", dtype_rates),
     ("eager", eager_rates),
+    ("reserved, seven", lambda say: reserved_by_engine(SEVEN, say)),
 )
 
 
-def measure_all(path: str | Path, say: Say = print, limit_s: float = 36.0) -> dict[str, Any]:
+def measure_all(path: str | Path, say: Say = print, limit_s: float = LIMIT_S) -> dict[str, Any]:
     """Measure one after the other and write after each; what is not begun within `limit_s` stays out.
 
     Raises:
@@ -202,4 +203,5 @@ def measure_all(path: str | Path, say: Say = print, limit_s: float = 36.0) -> di
 
 
 if __name__ == "__main__":
-    measure_all(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).with_name(FILE))
+    target = sys.argv[1] if len(sys.argv) > 1 else Path(__file__).with_name(FILE)
+    measure_all(target, limit_s=float(sys.argv[2]) if len(sys.argv) > 2 else LIMIT_S)
