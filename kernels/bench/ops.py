@@ -202,8 +202,8 @@ def main() -> None:
 
     rows = [{"what": "ceilings", "read_gb_s": read_ceiling(flush), "copy_gb_s": copy_ceiling(flush)}]
     versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
-    tables = (awq_rows, elementwise_rows, other_rows, sampling_rows)
-    for table in (lambda _: swap_rows(), *tables):
+    tables = (elementwise_rows, awq_rows, other_rows, sampling_rows)
+    for table in (*tables, lambda _: swap_rows()):
         rows += table(timer)
         record = {
             "what": "kernels around attention: time against torch, bytes a second against the card's copy rate",
