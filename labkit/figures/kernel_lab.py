@@ -12,6 +12,7 @@ from labkit.figures.palette import HEAT_SCALE, get_theme, label
 from labkit.figures.tables import Table, make_table
 from labkit.measure.kernel_lab import LINE_VARIANTS, LabResult
 from labkit.measure.l2_claims import ClaimVerdict
+from labkit.measure.roofline import Roofline
 from labkit.text import plain
 
 TITLES = ("L2 hit rate", "DRAM reads", "kernel time")
@@ -31,6 +32,7 @@ class KernelLabLine:
     l2_hit_rates: tuple[float, ...]
     dram_bytes_per_s: tuple[float, ...]
     times_s: tuple[float, ...]
+    rooflines: tuple[Roofline, ...]
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ def get_kernel_lab_info(result: LabResult | None) -> KernelLabInfo:
             lines.append(KernelLabLine(
                 variant, tuple(point.block_size for point in points), tuple(each.l2_hit_rate for each in counters),
                 tuple(each.dram_bytes_per_s for each in counters), tuple(each.kernel_time_s for each in counters),
+                tuple(point.roofline for point in points),
             ))  # fmt: skip
     cells = {(point.prefix_share, point.block_size): point.counters.l2_hit_rate for point in result.heat}
     sizes, shares = result.settings.block_sizes, result.settings.prefix_shares
@@ -142,16 +145,21 @@ def caption(info: KernelLabInfo) -> str:
 
 
 def table(info: KernelLabInfo) -> Table:
-    """One row a kernel and block size."""
+    """One row a kernel and block size, with its roofline: bytes, operations, what binds, share of it reached."""
     rows = [
-        [NAMES[line.variant], fmt.count(size), fmt.share(rate, 1), fmt.bandwidth(speed), fmt.duration(time_s)]
+        [NAMES[line.variant], fmt.count(size), fmt.share(rate, 1), fmt.bandwidth(speed), fmt.duration(time_s),
+         fmt.memory(roof.dram_bytes), f"{fmt.number(roof.flops / 1e9)} GFLOP", roof.bound,
+         fmt.share(roof.share_reached, 1)]
         for line in info.lines
-        for size, rate, speed, time_s in zip(
-            line.block_sizes, line.l2_hit_rates, line.dram_bytes_per_s, line.times_s, strict=True
+        for size, rate, speed, time_s, roof in zip(
+            line.block_sizes, line.l2_hit_rates, line.dram_bytes_per_s, line.times_s, line.rooflines, strict=True
         )
-    ]
-    method = f"{label(info.card)}: {info.method}" if info.lines else ""
-    return make_table(["kernel", "block_size (tokens)", "L2 hit rate", "DRAM reads", "time"], rows, method)
+    ]  # fmt: skip
+    columns = ["kernel", "block_size (tokens)", "L2 hit rate", "DRAM reads", "time", "from DRAM", "operations",
+               "bound by", "of that ceiling"]  # fmt: skip
+    method = f"{plain(info.card)}: {info.method}" if info.lines else ""
+    ceilings = f"; ceilings: {plain(info.lines[0].rooflines[0].ceilings.source)}" if info.lines else ""
+    return make_table(columns, rows, method + ceilings)
 
 
 def claims_table(verdicts: tuple[ClaimVerdict, ...]) -> Table:

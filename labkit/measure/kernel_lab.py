@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from labkit.errors import OutOfRangeError
 from labkit.measure.attention_shape import AttentionShape, BatchShape
 from labkit.measure.l2_simulator import simulate_attention
+from labkit.measure.roofline import Ceilings, Roofline, card_ceilings, roofline
 from labkit.measure.run_record import Counters
 from labkit.specs.gpu_loading import load_gpu
 from labkit.specs.gpu_spec import GpuSpec
@@ -61,13 +62,14 @@ class LabSettings:
 
 @dataclass(frozen=True)
 class LabPoint:
-    """One launch; `kv_bytes` is what DRAM must give at least."""
+    """One launch; `kv_bytes` is what DRAM must give at least, `roofline` what the card allows for what it did."""
 
     block_size: int
     variant: str
     prefix_share: float
     counters: Counters
     kv_bytes: int
+    roofline: Roofline
 
 
 @dataclass(frozen=True)
@@ -110,19 +112,21 @@ def card_count(gpu: GpuSpec) -> Count | None:
 
 
 def run_lab(
-    settings: LabSettings, count: Count | None = None, on_point: Callable[[int, int], object] | None = None
-) -> LabResult:
+    settings: LabSettings, count: Count | None = None, on_point: Callable[[int, int], object] | None = None,
+    ceilings: Ceilings | None = None,
+) -> LabResult:  # fmt: skip
     """Every point of the lines and the heat map.
 
     Args:
         count: gives a launch's counters, or None for a launch that this method cannot run, which is left out; None
             simulates.
         on_point: called with points done and points in all.
+        ceilings: of the card, for the rooflines; None takes the data sheet's.
 
     Raises:
         LabkitError: shapes or cards that cannot be simulated.
     """
-    count = count or _simulate
+    count, ceilings = count or _simulate, ceilings or card_ceilings(settings.gpu)
     asked = [(variant, size, settings.prefix_share) for variant in LINE_VARIANTS for size in settings.block_sizes]
     num_lines = len(asked)
     asked += [("full", size, share) for share in settings.prefix_shares for size in settings.block_sizes]
@@ -130,13 +134,20 @@ def run_lab(
     for variant, size, share in asked:
         shape = settings.shape(size, share)
         counters = count(shape, settings.gpu, variant)
-        points.append(None if counters is None else LabPoint(size, variant, share, counters, shape.kv_bytes))
+        points.append(None if counters is None else _point(shape, variant, share, counters, ceilings))
         if on_point is not None:
             on_point(len(points), len(asked))
     lines, heat = points[:num_lines], points[num_lines:]
     return LabResult(
         settings, tuple(point for point in lines if point), tuple(point for point in heat if point)
     )  # fmt: skip
+
+
+def _point(shape: AttentionShape, variant: str, share: float, counters: Counters, ceilings: Ceilings) -> LabPoint:
+    """A point with its roofline; a simulated time is the roofline's own, so that only a measured one has a share."""
+    time_s = counters.kernel_time_s if counters.method.startswith("measured") else None
+    found = roofline(counters.dram_bytes, shape.flops, ceilings, time_s)
+    return LabPoint(shape.block_size, variant, share, counters, shape.kv_bytes, found)
 
 
 def _simulate(shape: AttentionShape, gpu: GpuSpec, variant: str) -> Counters:

@@ -17,12 +17,14 @@ from typing import Any
 
 from labkit.errors import LabkitError
 from labkit.measure.attention_shape import AttentionShape, BatchShape
+from labkit.measure.card_ceilings import measure_ceilings
 from labkit.measure.counters import CORE_METRICS, mean_metrics, to_counters
 from labkit.measure.cupti import CountersUnavailable
 from labkit.measure.l2_calibration import L2Calibration, load_l2_calibration
 from labkit.measure.l2_simulator import simulate_attention, simulate_calibrations
 from labkit.measure.ncu import run_ncu
 from labkit.measure.replay import KERNELS, NUM_LAUNCHES, replay_command
+from labkit.measure.roofline import Ceilings, Roofline, card_ceilings, roofline
 from labkit.measure.run_record import Counters
 from labkit.results import at_least, at_most, write_results
 from labkit.specs.gpu_spec import GpuSpec
@@ -49,11 +51,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Compared:
-    """A point with its counters, both ways; `counted` is the card's."""
+    """A point with its counters, both ways; `counted` is the card's, `roofline` what its ceilings allow for them."""
 
     point: Point
     counted: Counters
     simulated: Counters
+    roofline: Roofline
 
     @property
     def hit_error(self) -> float:
@@ -133,18 +136,37 @@ def _best(
 
 
 def compare(
-    gpu: GpuSpec, counted: Sequence[tuple[Point, Counters]], calibration: L2Calibration
-) -> tuple[Compared, ...]:
-    """Each counted point beside its simulation."""
+    gpu: GpuSpec, counted: Sequence[tuple[Point, Counters]], calibration: L2Calibration,
+    ceilings: Ceilings | None = None,
+) -> tuple[Compared, ...]:  # fmt: skip
+    """Each counted point beside its simulation; `ceilings` of the card, None takes the data sheet's."""
+    ceilings = ceilings or card_ceilings(gpu, calibration)
     return tuple(
-        Compared(point, counters, simulate_attention(point.shape, gpu, point.variant, calibration=calibration).counters)
+        Compared(
+            point, counters,
+            simulate_attention(point.shape, gpu, point.variant, calibration=calibration).counters,
+            roofline(counters.dram_bytes, point.shape.flops, ceilings, counters.kernel_time_s),
+        )
         for point, counters in counted
-    )
+    )  # fmt: skip
 
 
-def summary(compared: Sequence[Compared], agreement: Sequence[tuple[float, float]]) -> dict[str, dict[str, Any]]:
+def simulation_time_s(gpu: GpuSpec) -> float:
+    """Seconds of one core for a decode step of 64 × 4096, in the variant that takes longest."""
+    shape, spent = AttentionShape(BatchShape.decode(64, 4096), num_heads=64, block_size=8), []
+    for variant in ("full", "tile = block", UNPACKED):
+        simulate_attention(shape, gpu, variant)
+        begin = time.process_time()
+        simulate_attention(shape, gpu, variant)
+        spent.append(time.process_time() - begin)
+    return max(spent)
+
+
+def summary(
+    compared: Sequence[Compared], agreement: Sequence[tuple[float, float]], simulation_s: float | None = None
+) -> dict[str, dict[str, Any]]:
     """The bars: at least 60 points, hit rate within 3 points mean and 8 worst, DRAM bytes within 5 % mean; both
-    measuring methods within 1 point and 2 % of bytes of each other."""
+    measuring methods within 1 point and 2 % of bytes of each other; a decode step simulated in 0.2 s."""
     hits = [abs(each.hit_error) for each in compared]
     volumes = [abs(each.bytes_error) for each in compared]
     return {
@@ -154,6 +176,7 @@ def summary(compared: Sequence[Compared], agreement: Sequence[tuple[float, float
         "dram_bytes_mean_error_percent": at_most(statistics.fmean(volumes) if volumes else None, 5),
         "methods_hit_rate_differ_points": at_most(max((abs(a) for a, _ in agreement), default=None), 1),
         "methods_dram_bytes_differ_percent": at_most(max((abs(b) for _, b in agreement), default=None), 2),
+        "simulated_decode_64x4096_cpu_s": at_most(simulation_s, 0.2),
     }
 
 
@@ -208,7 +231,7 @@ def validate(out: str) -> int:
     gpu = load_gpu("auto")
     counted, refused = count_all(gpu)
     calibration = fit(gpu, counted) if counted else load_l2_calibration(gpu)
-    compared = compare(gpu, counted, calibration)
+    compared = compare(gpu, counted, calibration, measure_ceilings())
     _write(out, gpu, compared, calibration, refused, {}, "not asked yet")
     others, why_not = count_with_ncu(gpu.name, NCU_POINTS)
     bars = _write(out, gpu, compared, calibration, refused, others, why_not)
@@ -230,6 +253,7 @@ def _write(
     ]
     rows = [
         {"name": each.point.name, "variant": each.point.variant, "kv_bytes": each.point.shape.kv_bytes,
+         "roofline": asdict(each.roofline),
          "counted": asdict(each.counted), "simulated": asdict(each.simulated), "hit_error_points": each.hit_error,
          "dram_bytes_error_percent": each.bytes_error}
         for each in compared
@@ -238,7 +262,7 @@ def _write(
         {"name": name, "cupti": asdict(by_name[name]) if name in by_name else None, "ncu": asdict(other)}
         for name, other in others.items()
     ]
-    bars = summary(compared, agreement)
+    bars = summary(compared, agreement, simulation_time_s(gpu))
     write_results(
         out, command="python -m labkit.measure.validate_l2 results/counters.json", rows=rows, summary=bars,
         card=gpu.name, calibration=asdict(calibration), refused=refused, both_methods=twice, ncu_refused=why_not,

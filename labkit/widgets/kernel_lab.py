@@ -11,8 +11,10 @@ from labkit import format as fmt
 from labkit.errors import LabkitError, OutOfRangeError
 from labkit.figures import kernel_lab as pictures
 from labkit.figures.tables import make_table
+from labkit.measure.card_ceilings import measure_ceilings
 from labkit.measure.kernel_lab import Count, LabResult, LabSettings, card_count, lab_settings, run_lab
 from labkit.measure.l2_claims import ClaimVerdict, judge_claims
+from labkit.measure.roofline import Ceilings
 from labkit.specs.gpu_catalogue import catalogue_gpu, gpu_names
 from labkit.widgets.parts import Chart, DataTable, PlotlyLibrary, Screen, TextLine
 
@@ -37,6 +39,8 @@ class KernelLab(ipw.VBox):
     ) -> None:
         self._settings = lab_settings(card, otherwise, **settings)
         self._count, self._own_card = count or card_count(self._settings.gpu), self._settings.gpu.name
+        self._is_here = count is None and self._count is not None
+        self._ceilings: Ceilings | None = None
         self._lock = threading.RLock()
         self.result: LabResult | None = None
         self.verdicts: tuple[ClaimVerdict, ...] = ()
@@ -113,7 +117,10 @@ class KernelLab(ipw.VBox):
             try:
                 settings = self.settings()
                 count = self._count if self.card.value == self._own_card else None
-                self.result = run_lab(settings, count, self._show_progress)
+                own = count is not None and self._is_here
+                if own and self._ceilings is None:
+                    self._ceilings = measure_ceilings()
+                self.result = run_lab(settings, count, self._show_progress, self._ceilings if own else None)
                 self.verdicts = judge_claims(self.result)
                 made = len(self.result.lines) + len(self.result.heat)
                 self.status.say(f"{fmt.count(made)} launches, {self.result.method.split(' ')[0]}.")

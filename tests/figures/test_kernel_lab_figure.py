@@ -46,6 +46,8 @@ def test_words_and_tables(result):
     table = kernel_lab.table(info)
     assert len(table) == 6
     assert "simulated" in table.caption
+    assert "ceilings: data sheet, 90 % of its bandwidth" in table.caption
+    assert {tuple(row[-2:]) for row in table.rows} == {("memory", "–")}
     claims = kernel_lab.claims_table(judge_claims(result))
     assert [row[0] for row in claims] == ["C01", "C02", "C03", "C28"]
 

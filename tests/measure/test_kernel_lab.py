@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from labkit.errors import OutOfRangeError
-from labkit.measure.kernel_lab import LINE_VARIANTS, LabPoint, card_count, lab_settings, run_lab
+from labkit.measure.kernel_lab import LINE_VARIANTS, card_count, lab_settings, run_lab
 from labkit.measure.l2_claims import UNPACKED, judge_claims, recorded_counters
+from labkit.measure.roofline import Ceilings
 from labkit.measure.run_record import Counters
 
 
@@ -23,7 +24,7 @@ def planted(result, rates, method="measured (test)", speeds=None):
             return dataclasses.replace(point, counters=dataclasses.replace(point.counters, method=method))
         rate = rates.get(point.block_size, 0.5)
         counters = Counters(method, "A10", rate, 1e6 * (1 - rate), (speeds or {}).get(point.block_size, 4e11), 1e-5)
-        return LabPoint(point.block_size, "full", point.prefix_share, counters, point.kv_bytes)
+        return dataclasses.replace(point, counters=counters)
 
     return dataclasses.replace(result, lines=tuple(map(change, result.lines)), heat=tuple(map(change, result.heat)))
 
@@ -39,6 +40,19 @@ def test_points_of_lines_and_heat(simulated):
     assert simulated.line(UNPACKED)[16].counters.l2_hit_rate == pytest.approx(0.75, abs=0.02)
     shared = [point.counters.l2_hit_rate for point in simulated.heat if point.prefix_share == 0.5]
     assert shared == pytest.approx([0.5 * 7 / 8] * 6, abs=0.03)
+
+
+def test_every_launch_has_its_roofline(simulated):
+    """600 GB/s in the A10's data sheet, nine tenths of it for a kernel that reads."""
+    point = simulated.line("full")[16]
+    roof = point.roofline
+    assert roof.flops == 4 * 128 * 32 * 8 * 512
+    assert (roof.bound, roof.floor_s) == ("memory", pytest.approx(point.counters.dram_bytes / 540e9))
+    assert roof.share_reached is None
+    counted = Counters("measured (test)", "A10", 0.25, 1e6, 4e11, 2e-5)
+    own = Ceilings(1e11, 1e14, "measured on a card")
+    found = run_lab(lab_settings("A10", block_sizes=(16,)), lambda *_: counted, ceilings=own).lines[0].roofline
+    assert (found.floor_s, found.share_reached) == (pytest.approx(1e-5), pytest.approx(0.5))
 
 
 def test_the_simulation_contradicts_all_four(simulated):

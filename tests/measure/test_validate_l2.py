@@ -9,6 +9,7 @@ from labkit.measure import validate_l2
 from labkit.measure.l2_calibration import L2Calibration
 from labkit.measure.l2_simulator import simulate_attention
 from labkit.measure.ncu import NcuKernel
+from labkit.measure.roofline import Ceilings
 from labkit.measure.run_record import Counters
 from labkit.specs.gpu_catalogue import catalogue_gpu
 
@@ -63,13 +64,13 @@ def test_bars():
     point = validate_l2.points()[0]
     simulated = Counters("simulated", "H200", 0.50, 104.0, 1.0, 1.0)
     counted = Counters("measured", "H200", 0.46, 100.0, 1.0, 1.0)
-    compared = [validate_l2.Compared(point, counted, simulated)] * 60
-    bars = validate_l2.summary(compared, [(0.5, -1.0)])
+    compared = [validate_l2.Compared(point, counted, simulated, None)] * 60
+    bars = validate_l2.summary(compared, [(0.5, -1.0)], 0.1)
     values = {name: entry["value"] for name, entry in bars.items()}
     assert values == {
         "points": 60, "hit_rate_mean_error_points": pytest.approx(4), "hit_rate_worst_error_points": pytest.approx(4),
         "dram_bytes_mean_error_percent": pytest.approx(4), "methods_hit_rate_differ_points": 0.5,
-        "methods_dram_bytes_differ_percent": 1.0,
+        "methods_dram_bytes_differ_percent": 1.0, "simulated_decode_64x4096_cpu_s": 0.1,
     }  # fmt: skip
     assert [name for name, entry in bars.items() if not entry["ok"]] == ["hit_rate_mean_error_points"]
     assert not any(entry["ok"] for entry in validate_l2.summary([], []).values())
@@ -77,6 +78,7 @@ def test_bars():
 
 def test_the_table_is_written_and_misses_are_kept(monkeypatch, tmp_path, sensitive):
     monkeypatch.setattr("labkit.specs.gpu_loading.load_gpu", lambda name: H200)
+    monkeypatch.setattr(validate_l2, "measure_ceilings", lambda: Ceilings(4.5e12, 9e14, "measured (test)"))
     monkeypatch.setattr(validate_l2, "CAPACITY_SHARES", (0.5,))
     counted = made(sensitive, H200, L2Calibration(0.5, 16))
     monkeypatch.setattr(validate_l2, "count_all", lambda gpu: (counted, [{"name": "x", "error": "y"}]))
@@ -88,6 +90,9 @@ def test_the_table_is_written_and_misses_are_kept(monkeypatch, tmp_path, sensiti
     assert content["refused"] == [{"name": "x", "error": "y"}]
     assert content["summary"]["points"]["ok"] is False
     assert content["calibration"]["capacity_share"] == 0.5
+    roof = content["rows"][0]["roofline"]
+    assert roof["ceilings"]["source"] == "measured (test)"
+    assert roof["share_reached"] == roof["floor_s"] / content["rows"][0]["counted"]["kernel_time_s"]
     assert (content["both_methods"], content["ncu_refused"]) == ([], "no ncu")
 
 
