@@ -404,6 +404,14 @@ def bench_engine_gpu_command(path: Results = Path("results/engine-gpu.json")) ->
     show_summary(bench_engine_gpu(path, on_progress=out), path)
 
 
+@bench_app.command("tensor-parallel")
+def bench_tensor_parallel_command(path: Results = Path("results/tensor-parallel.json")) -> None:
+    """One model on two cards against one: the same tokens, decode's speed, and a rank that is killed."""
+    from labkit.experiments.tensor_parallel_bench import bench_tensor_parallel
+
+    show_summary(bench_tensor_parallel(path, on_progress=out), path)
+
+
 @bench_app.command("planner")
 def bench_planner_command(path: Results = Path("results/planner.json")) -> None:
     """The planner against vLLM's own planner, public reports and real start-ups."""

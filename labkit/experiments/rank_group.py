@@ -139,6 +139,8 @@ class RankGroup:
         self._busy_since = time.monotonic()
         try:
             yield
+            # Where ranks were ended, a card's kernels have ended as well, and what they left is nothing.
+            self._check()
         except Exception as error:
             raise self._cause(error) from error
         except BaseException as error:

@@ -1,0 +1,104 @@
+"""Two ranks on two cards with NCCL: one card's tokens with and without graphs, equal pools, and a killed rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from labkit.engine import Engine, EngineRequest, SamplingParams
+from labkit.errors import RankError
+from labkit.experiments.rank_group import RankGroup
+from labkit.memory import plan as make_memory_plan
+from labkit.models import load_model_weights
+from labkit.specs import load_gpu
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.model_spec import LayerSpec
+from tests.gpu.test_engine_cuda import KNOBS, NEAR_TIE, drain, gaps, make_spec, requests
+
+
+@pytest.fixture(scope="module")
+def group():
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two NVIDIA cards, there are {torch.cuda.device_count()}")
+    group = RankGroup(2, "cuda")
+    yield group
+    group.close()
+
+
+def spec_of(kv_heads: int):
+    return make_spec(layers=(LayerSpec(kind="full", num_heads=8, num_kv_heads=kv_heads, head_dim=64),) * 4)
+
+
+def make_engine(group: RankGroup, decoder, **knobs) -> Engine:
+    config = EngineConfig(**{**KNOBS, **knobs}, dtype=str(decoder.dtype).removeprefix("torch."), tensor_parallel_size=2)
+    plan = make_memory_plan(decoder.spec, load_gpu("H200"), config)
+    return Engine(decoder, plan, executor=group.executor(plan))
+
+
+@pytest.mark.parametrize(("dtype", "kv_heads"), [("bfloat16", 4), ("float32", 1)])
+def test_greedy_tokens_are_one_cards_own_choice(group, dtype, kv_heads):
+    """KV heads divided, and one that both have; decode steps replay graphs with the all-reduces in them."""
+    spec, asked = spec_of(kv_heads), requests()
+    alone = load_model_weights(spec, dtype=dtype, load_format="dummy", device="cuda")
+    shared = group.load(spec, None, dtype, "dummy")
+    outputs = {}
+    for enforce_eager in (False, True):
+        engine = make_engine(group, shared, enforce_eager=enforce_eager)
+        outputs[enforce_eager], _ = drain(engine, asked)
+        parts = engine.executor.rank_memory_parts()
+        assert (parts[0]["cuda_graphs"] == 0) is enforce_eager
+        assert parts[0]["kv_cache"] == parts[1]["kv_cache"] == 400 * engine.plan.block_bytes
+        assert parts[0]["weights"] == parts[1]["weights"] < 0.6 * alone.num_bytes
+        engine.close()
+    for found in outputs.values():
+        below = gaps(alone, asked, found)
+        assert float(below.max()) <= NEAR_TIE[dtype]
+        assert float((below == 0).float().mean()) > 0.9
+
+
+def test_the_pool_is_that_of_the_card_with_less_room_and_changes_with_the_knobs(group):
+    import torch
+
+    shared = group.load(spec_of(4), None, "bfloat16", "dummy")
+    free = torch.cuda.mem_get_info(0)[0]
+    engine = make_engine(group, shared, num_gpu_blocks_override=None)
+    blocks = engine.plan.num_gpu_blocks
+    assert 0 < blocks * engine.plan.block_bytes < free
+    plan = engine.plan.config.replace(block_size=32)
+    engine.reconfigure(make_memory_plan(shared.spec, load_gpu("H200"), plan))
+    assert engine.plan.num_gpu_blocks == pytest.approx(blocks / 2, rel=0.02)
+    assert drain(engine, requests(max_tokens=4))[0]
+    engine.close()
+
+
+def test_a_killed_rank_is_named_and_new_ranks_serve(group):
+    shared = group.load(spec_of(4), None, "bfloat16", "dummy")
+    engine = make_engine(group, shared)
+    engine.add_request(EngineRequest(0, (1, 2, 3), SamplingParams(max_tokens=500, ignore_eos=True)))
+    engine.step()
+    threading.Timer(0.2, os.kill, (group.pids[0], signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 of 2: the worker died during the run: signal 9"):
+        run_to_the_end(engine)
+    assert time.monotonic() - start < 30
+    engine.close()
+    again = RankGroup(2, "cuda")
+    try:
+        engine = make_engine(again, again.load(spec_of(4), None, "bfloat16", "dummy"))
+        assert drain(engine, requests(max_tokens=4))[0]
+        engine.close()
+    finally:
+        again.close()
+
+
+def run_to_the_end(engine: Engine) -> None:
+    for index in range(1, 10_000):
+        if not engine.has_unfinished:
+            engine.add_request(EngineRequest(index, (1, 2, 3), SamplingParams(max_tokens=500, ignore_eos=True)))
+        engine.step()
