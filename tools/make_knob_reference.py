@@ -29,11 +29,11 @@ def allowed(knob: Knob) -> str:
 
 def shown(value: object) -> str:
     """A default in words."""
-    return (
-        {None: "default", True: "on", False: "off"}.get(value, f"`{value}`")
-        if not isinstance(value, float)
-        else (f"`{value:g}`")
-    )
+    if value is None:
+        return "default"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 
 def section(knob: Knob) -> str:

@@ -243,7 +243,7 @@ class EngineConfig:
     tensor_parallel_size: int = _knob(
         1,
         "--tensor-parallel-size",
-        "Cards that share each layer.",
+        "Cards that share each layer; for a run on the CPU, processes that do.",
         int,
         unit="GPUs",
         minimum=1,
