@@ -2,6 +2,7 @@
 
 Peers must be importable (kernels/bench/peers.py); what is missing is named in the result. KV bytes count each K and V
 byte once. All times: CUDA-graph replay, L2 flushed before each, median; our plan and the peers' are made outside.
+Everything is called once in several processes first, so that no compiler runs between times.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import first_calls
 import peers
 import torch
 import triton
@@ -26,8 +28,12 @@ from shapes import DECODE, PREFILL, Inputs, Pool, Shape, make_inputs, with_heads
 from summary import by_name, summarise
 from sweep import KV, POOL_ELEMENTS, decode_call, prefill_call
 from timing import copy_ceiling, make_flush, read_ceiling, time_us
+from warm import warm
 
 MAIN = DECODE[:5]
+WRITES = tuple((kv, tokens) for kv in ("bf16", "fp8", "int8") for tokens in (1, 64, 256, 1024, 4096, 8192, 32768))
+LAYERS = 28
+SHARED_BATCH = 32
 
 
 class Bench:
@@ -85,25 +91,36 @@ class Bench:
         row |= self.peer("vllm_triton", lambda: peers.vllm_triton(inputs), None, 3)
         self.rows.append(row)
 
-    def kv_write(self, num_tokens: int, kv: str) -> None:
-        """One row of the KV write table: bytes read (bf16) plus bytes written."""
-        heads, dim, block_size = 8, 128, 16
-        blocks = max(num_tokens // block_size * 2, 4096)
-        k_cache, v_cache = self.pool.take(KV[kv], (blocks, block_size, heads, dim))
-        key = torch.randn(num_tokens, heads, dim, dtype=torch.bfloat16, device="cuda")
-        value = torch.randn_like(key)
-        slots = torch.randperm(blocks, device="cuda")[: -(-num_tokens // block_size)]
-        slots = (slots[:, None] * block_size + torch.arange(block_size, device="cuda")).flatten()[:num_tokens]
-        target = KVTarget(k_cache, v_cache)
-        us = time_us(lambda: write_kv(key, value, slots, target), self.flush)
-        num_bytes = 2 * num_tokens * heads * dim * (2 + k_cache.element_size())
-        source = torch.empty(num_bytes // 8, dtype=torch.float32, device="cuda")
-        copied = torch.empty_like(source)
-        copy_us = time_us(lambda: torch.add(source, 0, out=copied), self.flush)
-        row = {"table": "kv_write", "tokens": num_tokens, "kv": kv, "us": us, "gb_s": num_bytes / us / 1e3}
-        self.rows.append(row | {"copy_of_same_bytes_us": copy_us})
+    def kv_write(self, kv: str, num_tokens: int) -> None:
+        """One row of the KV write table: bytes read (bf16) plus bytes written; a copy of as many bytes beside it.
 
-    def shared_prefix(self, batch: int = 32, shared: int = 8192, own: int = 512) -> None:
+        Once alone in a graph, and from 4096 to 8192 tokens also as an engine has it, the writes of 28 layers in one.
+        """
+        heads, dim = 8, 128
+        layers = LAYERS if num_tokens in (4096, 8192) else 1
+        sets, slots = _write_inputs(KV[kv], num_tokens, heads, dim, layers)
+        num_bytes = 2 * num_tokens * heads * dim * (2 + sets[0][2].k_cache.element_size())
+        source, target = (
+            [torch.empty(num_bytes // 8, dtype=torch.float32, device="cuda") for _ in range(layers)] for _ in range(2)
+        )
+
+        def write(count: int) -> None:
+            for key, value, cache in sets[:count]:
+                write_kv(key, value, slots, cache)
+
+        def copy(count: int) -> None:
+            for x, y in zip(source[:count], target, strict=False):
+                torch.add(x, 0, out=y)
+
+        us, copy_us = (time_us(lambda call=call: call(1), self.flush) for call in (write, copy))
+        row = {"table": "kv_write", "tokens": num_tokens, "kv": kv, "us": us, "gb_s": num_bytes / us / 1e3}
+        row["copy_of_same_bytes_us"] = copy_us
+        if layers > 1:
+            us, copy_us = (time_us(lambda call=call: call(layers), self.flush, 11) / layers for call in (write, copy))
+            row |= {"layer_us": us, "layer_gb_s": num_bytes / us / 1e3, "layer_copy_us": copy_us}
+        self.rows.append(row)
+
+    def shared_prefix(self, batch: int = SHARED_BATCH, shared: int = 8192, own: int = 512) -> None:
         """Cascade against the plain kernel on the same shared tables."""
         inputs = make_inputs(Shape("shared", (shared + own,) * batch), 16, torch.bfloat16, self.pool)
         inputs.tables[:, : shared // 16] = inputs.tables[0, : shared // 16]
@@ -148,26 +165,40 @@ class Bench:
             )  # fmt: skip
 
 
+def _write_inputs(kv: torch.dtype, num_tokens: int, heads: int, dim: int, layers: int):
+    """Keys, values and cache of each layer, and slots in shuffled blocks."""
+    block_size = 16
+    blocks = max(num_tokens // block_size * 2, 1024)
+    sets = []
+    for _ in range(layers):
+        caches = [torch.zeros(blocks, block_size, heads, dim, dtype=kv, device="cuda") for _ in range(2)]
+        key = torch.randn(num_tokens, heads, dim, dtype=torch.bfloat16, device="cuda")
+        sets.append((key, torch.randn_like(key), KVTarget(*caches)))
+    slots = torch.randperm(blocks, device="cuda")[: -(-num_tokens // block_size)]
+    slots = (slots[:, None] * block_size + torch.arange(block_size, device="cuda")).flatten()[:num_tokens]
+    return sets, slots
+
+
+def decode_rows() -> list[tuple[Shape, str, int]]:
+    """Shape, KV dtype and block size of each row of the decode table."""
+    rows = []
+    for kv in ("bf16", "fp8"):
+        rows += [(shape, kv, block_size) for shape in DECODE for block_size in (16, 64, 128)]
+        rows += [(with_heads(shape, *heads), kv, 16) for shape in MAIN for heads in ((28, 4), (16, 8))]
+    return rows + [(shape, "int8", 16) for shape in MAIN]
+
+
 def run(bench: Bench) -> None:
     """All rows."""
     bench.rows.append(
         {"table": "ceilings", "read_gb_s": read_ceiling(bench.flush), "copy_gb_s": copy_ceiling(bench.flush)}
     )
-    for kv in ("bf16", "fp8"):
-        for shape in DECODE:
-            for block_size in (16, 64, 128):
-                bench.decode(shape, kv, block_size)
-        for shape in MAIN:
-            bench.decode(with_heads(shape, 28, 4), kv, 16, 15)
-            bench.decode(with_heads(shape, 16, 8), kv, 16, 15)
-        print(f"{kv} decode done", flush=True)
-    for shape in MAIN:
-        bench.decode(shape, "int8", 16, 15)
+    for shape, kv, block_size in decode_rows():
+        bench.decode(shape, kv, block_size)
     for shape in PREFILL:
         bench.prefill(shape)
-    for kv in ("bf16", "fp8", "int8"):
-        for num_tokens in (1, 64, 256, 1024, 4096, 8192, 32768):
-            bench.kv_write(num_tokens, kv)
+    for kv, num_tokens in WRITES:
+        bench.kv_write(kv, num_tokens)
     bench.shared_prefix()
     for block_size in (16, 32, 64, 128):
         bench.variants(make_inputs(DECODE[0], block_size, torch.bfloat16, bench.pool))
@@ -175,7 +206,10 @@ def run(bench: Bench) -> None:
 
 def main() -> None:
     """Runs, summarises, writes the JSON, prints the summary."""
-    started, bench = time.time(), Bench()
+    started = time.time()
+    failed = warm(first_calls.tasks(decode_rows(), list(WRITES), SHARED_BATCH))
+    print(f"all compiled at {time.time() - started:.0f} s; failed: {failed}", flush=True)
+    bench = Bench()
     run(bench)
     properties = torch.cuda.get_device_properties(0)
     result = {

@@ -113,6 +113,9 @@ def summarise(rows: list[dict]) -> list[dict]:
         if r["tokens"] >= 4096
     }
     copy_value, copy_note = _lowest(same_copy)
+    layers = {f"{r['tokens']} tokens {r['kv']}": r for r in tables.get("kv_write", []) if "layer_us" in r}
+    layer_value, layer_note = _lowest({name: r["layer_gb_s"] / ceilings["copy_gb_s"] for name, r in layers.items()})
+    layer_copy, layer_copy_note = _lowest({name: r["layer_copy_us"] / r["layer_us"] for name, r in layers.items()})
     shared = [r["plain_us"] / r["us"] for r in tables.get("shared_prefix", [])]
     return [
         *_decode_lines(decode, ceilings["read_gb_s"]),
@@ -121,6 +124,8 @@ def summarise(rows: list[dict]) -> list[dict]:
         *_vllm_lines([r for r in decode if r["kv"] == "bf16"], prefill),
         _entry("KV write of 4096 tokens or more, share of the copy ceiling", write_value, 0.8, 0.9, write_note),
         _entry("KV write of 4096 tokens or more, against a copy of as many bytes", copy_value, 0.8, 0.9, copy_note),
+        _entry("KV write, 28 layers in a graph, share of the copy ceiling", layer_value, 0.8, 0.9, layer_note),
+        _entry("KV write, 28 layers in a graph, against as many copies", layer_copy, 0.8, 0.9, layer_copy_note),
         _entry("shared prefix against our plain decode", min(shared, default=None), 4.0, 8.0),
     ]
 

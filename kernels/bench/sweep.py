@@ -8,10 +8,10 @@ Variants are compiled first in several processes (the disk cache is shared), the
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from labkit_kernels.paged_prefill import paged_prefill
 from labkit_kernels.scores import Scores
 from shapes import DECODE, PREFILL, Inputs, Pool, Shape, make_inputs
 from timing import copy_ceiling, make_flush, read_ceiling, time_us
+from warm import warm
 
 SWEPT = ("64x4096", "256x1024", "1x32768", "8x16384", "128 ragged", "16x1024", "1x4096", "1x65536", "16x4096", "1x1024")
 KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -103,24 +104,13 @@ def prefill_call(inputs: Inputs, config: PrefillConfig | None):
     return lambda: paged_prefill(*args, max_query_len=inputs.shape.new, out=out, config=config)
 
 
-def _compile(job: tuple[str, object, int]) -> str | None:
-    kv, config, block_size = job
+def first_call(kv: str, config: DecodeConfig | PrefillConfig, block_size: int) -> None:
+    """Compiles a variant on a small shape."""
     pool = Pool(2**22)
-    try:
-        if isinstance(config, DecodeConfig):
-            decode_call(make_inputs(TINY, block_size, KV[kv], pool), config)[1]()
-        else:
-            prefill_call(make_inputs(TINY_PREFILL, block_size, KV[kv], pool), config)()
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{job}: {type(error).__name__}: {str(error)[:200]}"
-    return None
-
-
-def warm(jobs: list[tuple[str, object, int]], processes: int) -> list[str]:
-    """Compiles all jobs; returns what failed."""
-    with multiprocessing.get_context("spawn").Pool(processes) as workers:
-        return [message for message in workers.imap_unordered(_compile, jobs) if message]
+    if isinstance(config, DecodeConfig):
+        decode_call(make_inputs(TINY, block_size, KV[kv], pool), config)[1]()
+    else:
+        prefill_call(make_inputs(TINY_PREFILL, block_size, KV[kv], pool), config)()
 
 
 def sweep_decode(kv: str, pool: Pool, flush, rows: list[dict]) -> None:
@@ -164,9 +154,9 @@ def main() -> None:
     """Compiles, times, writes JSON, prints the best of each shape."""
     out = Path(sys.argv[1])
     started = time.time()
-    jobs = [(kv, config, 16) for kv in KV for config in decode_variants(kv)]
-    jobs += [("bf16", config, 16) for config in prefill_variants()]
-    failed = warm(jobs, int(sys.argv[2]) if len(sys.argv) > 2 else 8)
+    jobs = [partial(first_call, kv, config, 16) for kv in KV for config in decode_variants(kv)]
+    jobs += [partial(first_call, "bf16", config, 16) for config in prefill_variants()]
+    failed = warm(jobs, int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     print(f"{len(jobs)} variants compiled in {time.time() - started:.0f} s; failed:", *failed, sep="\n  ", flush=True)
     flush, pool = make_flush(), Pool(POOL_ELEMENTS)
     rows: list[dict] = [{"what": "ceiling", "read_gb_s": read_ceiling(flush), "copy_gb_s": copy_ceiling(flush)}]

@@ -1,23 +1,27 @@
-"""Measures the decode and prefill candidates on this card and rewrites its settings. usage: tune.py [OUT.json]
+"""Measures the decode and prefill candidates on this card and rewrites its settings. usage: tune.py [OUT] [--quick]
 
 Times come from sweep.py's variants; for each KV kind the candidate with the smallest geometric mean over the shapes
 wins, once for batches below 128 and once for larger ones. Only rules of this card's architecture for head sizes up to
-128 change; OUT.json (default: the package's heuristics.json) receives the table.
+128 change; OUT (default: the package's heuristics.json) receives the table. --quick takes two candidates on small
+shapes, to see that the script works here: its choice is not for use, so it needs an OUT of its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
+import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import labkit_kernels
 import torch
 from shapes import DECODE, PREFILL, Pool, Shape, make_inputs
-from sweep import KV, POOL_ELEMENTS, decode_call, decode_variants, prefill_call, prefill_variants
+from sweep import KV, POOL_ELEMENTS, decode_call, decode_variants, first_call, prefill_call, prefill_variants
 from timing import make_flush, time_us
+from warm import warm
 
 TABLE = Path(labkit_kernels.__file__).with_name("heuristics.json")
 LARGE_BATCH = 128
@@ -40,16 +44,19 @@ def best(candidates: list, make_call, shapes: list[Shape], kv: torch.dtype, pool
     return candidates[min(scores, key=scores.__getitem__)]
 
 
-def decode_rules(pool: Pool, flush) -> list[dict]:
+def decode_rules(pool: Pool, flush, quick: bool) -> list[dict]:
     """Rules for head sizes up to 128 and up to 16 rows, measured."""
     rules = []
     for name, kinds in KINDS.items():
         for large in (True, False):
             shapes = [shape for shape in DECODE if (len(shape.lens) >= LARGE_BATCH) == large]
-            choice = best(decode_variants(name), lambda i, c: decode_call(i, c)[1], shapes, KV[name], pool, flush)
+            shapes = shapes[:1] if quick else shapes
+            candidates = decode_variants(name)[: 2 if quick else None]
+            choice = best(candidates, lambda i, c: decode_call(i, c)[1], shapes, KV[name], pool, flush)
             use = {key: value for key, value in asdict(choice).items() if DEFAULTS.get(key) != value}
             when = {"kv": kinds, "max_head_dim": 128, "max_rows": 16} | ({"min_batch": LARGE_BATCH} if large else {})
             rules.append({"when": when, "use": use})
+            print(json.dumps(rules[-1]), flush=True)
     return rules
 
 
@@ -65,22 +72,39 @@ def dump(table: dict) -> str:
     return '{\n  "architectures": {\n' + ",\n".join(architectures) + "\n  }\n}\n"
 
 
+def tuned(base: dict[str, list[dict]], quick: bool) -> dict[str, list[dict]]:
+    """The sections of this card's architecture: measured rules first, then those of `base`."""
+    pool, flush = Pool(POOL_ELEMENTS), make_flush()
+    chunks = prefill_variants()[: 2 if quick else None]
+    shapes = list(PREFILL)[-1:] if quick else list(PREFILL)
+    chunk = best(chunks, prefill_call, shapes, torch.bfloat16, pool, flush)
+    long_chunks = {"when": {"kv": ["native"], "max_head_dim": 128}, "use": asdict(chunk)}
+    short = [rule for rule in base["prefill"] if "max_rows" in rule["when"]]
+    others = [rule for rule in base["prefill"] if "max_rows" not in rule["when"]]
+    decode = decode_rules(pool, flush, quick) + base["decode"]
+    return base | {"decode": decode, "prefill": [*short, long_chunks, *others]}
+
+
 def main() -> None:
-    """Measures and writes."""
+    """Compiles, measures and writes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, nargs="?", default=TABLE)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    if options.quick and options.out == TABLE:
+        parser.error("--quick needs a file of its own: its choice is not for use")
+    started, limit = time.time(), 2 if options.quick else None
+    jobs = [partial(first_call, kv, config, 16) for kv in KV for config in decode_variants(kv)[:limit]]
+    jobs += [partial(first_call, "bf16", config, 16) for config in prefill_variants()[:limit]]
+    print(f"{len(jobs)} candidates; failed: {warm(jobs)}; {time.time() - started:.0f} s", flush=True)
     major, minor = torch.cuda.get_device_capability()
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     known = sorted(table["architectures"], key=int)
     arch = str(10 * major + minor)
     base = table["architectures"].get(arch) or table["architectures"][known[-1]]
-    pool, flush = Pool(POOL_ELEMENTS), make_flush()
-    sections = dict(base)
-    sections["decode"] = decode_rules(pool, flush) + base["decode"]
-    chunk = best(prefill_variants(), prefill_call, list(PREFILL), torch.bfloat16, pool, flush)
-    long_chunks = {"when": {"kv": ["native"], "max_head_dim": 128}, "use": asdict(chunk)}
-    short = [rule for rule in base["prefill"] if "max_rows" in rule["when"]]
-    sections["prefill"] = [*short, long_chunks, *(rule for rule in base["prefill"] if "max_rows" not in rule["when"])]
-    table["architectures"][arch] = sections
-    Path(sys.argv[1] if len(sys.argv) > 1 else TABLE).write_text(dump(table), encoding="utf-8")
+    table["architectures"][arch] = tuned(base, options.quick)
+    options.out.write_text(dump(table), encoding="utf-8")
+    print(f"{options.out} written after {time.time() - started:.0f} s")
 
 
 if __name__ == "__main__":
