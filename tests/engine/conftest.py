@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -115,3 +121,22 @@ def greedy_request():
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """What a script of this folder prints (one JSON object) with Triton's kernels interpreted, in a process of its own:
+    kernels imported for the interpreter stay interpreted."""
+
+    def run(script: str):
+        if find_spec("triton") is None:
+            pytest.skip("needs Triton, which interprets the kernels: pip install 'labkit[triton]'")
+        root = Path(__file__).resolve().parents[2]
+        paths = os.pathsep.join((str(root / "kernels"), str(root)))
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        command = [sys.executable, Path(__file__).with_name(script)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run

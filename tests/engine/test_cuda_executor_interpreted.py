@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 
 
 @pytest.fixture(scope="module")
-def results():
-    if find_spec("triton") is None:
-        pytest.skip("needs Triton, which interprets the kernels: pip install 'labkit[triton]'")
-    root = Path(__file__).resolve().parents[2]
-    paths = os.pathsep.join((str(root / "kernels"), str(root)))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    script = Path(__file__).with_name("interpreted_engine.py")
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def results(interpreted):
+    return interpreted("interpreted_engine.py")
 
 
 @pytest.mark.parametrize(
