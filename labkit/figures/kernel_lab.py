@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from labkit import format as fmt
 from labkit.figures.frame import empty, frame, position, row_of_plots
-from labkit.figures.palette import HEAT_SCALE, get_theme, label
+from labkit.figures.palette import HEAT_SCALE, get_theme
 from labkit.figures.tables import Table, make_table
 from labkit.measure.kernel_lab import LINE_VARIANTS, LabResult
 from labkit.measure.l2_claims import ClaimVerdict

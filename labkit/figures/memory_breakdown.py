@@ -20,7 +20,10 @@ _SOLID_SHARE = 0.09  # a segment narrower than this has no room for its name
 
 @dataclass(frozen=True)
 class MemoryBar:
-    """One bar: `parts` in bytes sum to `total_bytes`; a negative "free" says by how much the card is overrun."""
+    """One bar: `parts` in bytes sum to `total_bytes`; a negative "free" says by how much the card is overrun.
+
+    `nvml_used_bytes` is the most that NVML saw in use on the card while the parts were measured.
+    """
 
     row: str
     total_bytes: int
@@ -28,6 +31,12 @@ class MemoryBar:
     uncertainty: tuple[tuple[str, int], ...] = ()
     formulas: tuple[tuple[str, str], ...] = ()
     note: str = ""
+    nvml_used_bytes: int | None = None
+
+    @property
+    def used_bytes(self) -> int:
+        """Sum of the parts that are in use."""
+        return sum(size for part, size in self.parts if part != "free")
 
 
 @dataclass(frozen=True)
@@ -55,15 +64,18 @@ def get_memory_breakdown_info(
         return MemoryBreakdownInfo("", (), 0)
     bars = [_bar("predicted", plan.breakdown, plan)]
     if record is not None and record.measured is not None:
-        bars.append(_bar("measured", record.measured, None, record.name))
+        bars.append(_bar("measured", record.measured, None, record.name, record))
     if baseline is not None:
         parts = baseline.measured or baseline.plan.breakdown
-        bars.append(_bar("baseline", parts, None, f"{baseline.name}, {parts.kind}"))
-    scale = max(max(bar.total_bytes, sum(size for part, size in bar.parts if part != "free")) for bar in bars)
+        bars.append(_bar("baseline", parts, None, f"{baseline.name}, {parts.kind}", baseline))
+    scale = max(max(bar.total_bytes, bar.used_bytes) for bar in bars)
     return MemoryBreakdownInfo(f"{plan.model.name} on {plan.gpu.name}", tuple(bars), scale, plan.verdict)
 
 
-def _bar(row: str, parts: MemoryBreakdown, plan: MemoryPlan | None, note: str = "") -> MemoryBar:
+def _bar(
+    row: str, parts: MemoryBreakdown, plan: MemoryPlan | None, note: str = "", record: RunRecord | None = None
+) -> MemoryBar:
+    is_measured = parts.kind == "measured" and record is not None and record.nvml is not None
     return MemoryBar(
         row,
         parts.total_bytes,
@@ -71,6 +83,7 @@ def _bar(row: str, parts: MemoryBreakdown, plan: MemoryPlan | None, note: str = 
         tuple(parts.uncertainty_bytes.items()),
         tuple(plan.formulas.items()) if plan else (),
         note,
+        record.nvml.max_memory_used_bytes if is_measured else None,  # type: ignore[union-attr]
     )
 
 
@@ -198,7 +211,7 @@ def caption(info: MemoryBreakdownInfo) -> str:
 
 
 def table(info: MemoryBreakdownInfo) -> Table:
-    """Part by part: every bar's bytes with share, and the error of the prediction."""
+    """Part by part: every bar's bytes with share, and the error of the prediction; the sum beside NVML's."""
     columns = ["part", *(bar.row for bar in info.bars)]
     errors = {part: (want, got) for part, want, got in part_errors(info)}
     if errors:
@@ -211,7 +224,16 @@ def table(info: MemoryBreakdownInfo) -> Table:
         rows.append(row)
     if info.bars:
         rows.append(["total", *(fmt.memory(bar.total_bytes) for bar in info.bars), *([""] if errors else [])])
+    if any(bar.nvml_used_bytes for bar in info.bars):
+        rows.append(["in use, by NVML", *(_nvml(bar) for bar in info.bars), *([""] if errors else [])])
     return make_table(columns, rows, "Memory of the card, part by part")
+
+
+def _nvml(bar: MemoryBar) -> str:
+    """NVML's number, and how far the sum of the parts is from it."""
+    if not bar.nvml_used_bytes:
+        return fmt.MISSING
+    return f"{fmt.memory(bar.nvml_used_bytes)}; parts: {_error(bar.nvml_used_bytes, bar.used_bytes)}"
 
 
 def _error(predicted: int, measured: int) -> str:

@@ -53,7 +53,7 @@ class L2Calibration:
 
 
 def load_l2_calibration(gpu: GpuSpec, path: str | os.PathLike[str] | None = None) -> L2Calibration:
-    """The calibration of `gpu`: its own entry, else that of cards built alike, else the default.
+    """The calibration of `gpu`: its own entry, else that of the same chip, of cards built alike, or the default.
 
     Args:
         path: a file of the same form as `l2_calibration.json`.
@@ -66,9 +66,10 @@ def load_l2_calibration(gpu: GpuSpec, path: str | os.PathLike[str] | None = None
     cards = _table(content, "cards")
     if gpu.name in cards:
         return _calibration(cards[gpu.name])
-    pair = _table(content, "two_partitions")
-    if gpu.compute_capability in pair.get("compute_capabilities", ()):
-        return _calibration(pair)
+    for name in ("same_chip", "two_partitions"):
+        alike = _table(content, name)
+        if gpu.compute_capability in alike.get("compute_capabilities", ()):
+            return _calibration(alike)
     return _calibration(content.get("default", {}))
 
 

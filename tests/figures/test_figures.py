@@ -335,3 +335,18 @@ def test_a_run_with_the_same_rate_and_more_latency_is_beaten():
     fast = sample_record(run_id="fast", requests=(request(0, 0, 0.1, 0.01),), duration_s=1.0)
     slow = sample_record(run_id="slow", requests=(request(0, 0, 0.1, 0.02),), duration_s=1.0)
     assert [point.on_front for point in pareto.get_pareto_info([slow, fast]).points] == [True, False]
+
+
+def test_the_measured_parts_stand_beside_what_nvml_says():
+    from labkit.measure.nvml_sampler import NvmlSample, summarize_samples
+
+    record = sample_record()
+    used = record.measured.used_bytes
+    nvml = summarize_samples((NvmlSample(0.0, memory_used_bytes=int(used / 1.005)),))
+    info = memory_breakdown.get_memory_breakdown_info(record.plan, dataclasses.replace(record, nvml=nvml))
+    row = memory_breakdown.table(info).rows[-1]
+    assert row[0] == "in use, by NVML"
+    assert row[1] == "–"
+    assert "parts: +0.5 %" in row[2]
+    without = memory_breakdown.get_memory_breakdown_info(record.plan, record)
+    assert memory_breakdown.table(without).rows[-1][0] == "total"
