@@ -43,6 +43,13 @@ SPACE: Mapping[str, tuple[Any, ...]] = {
 TRAFFIC: Mapping[str, Any] = {
     "num_requests": 120, "input_lengths": "uniform:64-512", "output_lengths": "uniform:32-160",
 }  # fmt: skip
+# Outputs that are long for their prompts outgrow a small pool: requests are sent back.
+GROWING: Mapping[str, Any] = {
+    "num_requests": 100, "input_lengths": "uniform:16-96", "output_lengths": "uniform:64-256",
+}  # fmt: skip
+CROWDED: tuple[Mapping[str, Any], ...] = tuple(
+    {"max_num_seqs": seqs, "num_gpu_blocks_override": blocks} for seqs, blocks in ((128, 400), (128, 600), (64, 400))
+)
 WARM_UP: Mapping[str, Any] = {"num_requests": 8, "input_lengths": 128, "output_lengths": 4, "seed": 999}
 _DIFFERENCES = ("start_us", "end_us", "num_tokens_stored")
 STEP_COLUMNS = (
@@ -72,16 +79,14 @@ class SweepRun:
 
 
 def sweep_runs() -> list[SweepRun]:
-    """The grid, whole, then a few runs beside it: blocks of 32 tokens, no graphs, swapping."""
+    """The grid, and beside it the same run twice, a crowded pool, blocks of 32 tokens, no graphs, swapping."""
     points = (dict(zip(SPACE, values, strict=True)) for values in itertools.product(*SPACE.values()))
     grid = [SweepRun("grid", point) for point in points]
-    beside: list[dict[str, Any]] = [
-        {"enforce_eager": True},
-        {"max_num_seqs": 128, "gpu_memory_utilization": 0.028, "preemption_mode": "swap", "swap_space": 2.0},
-        {"block_size": 32},
-        {"block_size": 32, "max_num_seqs": 128, "gpu_memory_utilization": 0.028},
-    ]
-    return [SweepRun("repeat", {}), *grid, SweepRun("repeat", {}), *(SweepRun("beside", knobs) for knobs in beside)]
+    beside: list[dict[str, Any]] = [{"enforce_eager": True}, {"block_size": 32}]
+    swaps = {"preemption_mode": "swap", "swap_space": 2.0}
+    crowded = [SweepRun("crowded", point, traffic=GROWING) for point in (*CROWDED, {**CROWDED[0], **swaps})]
+    first, last = SweepRun("repeat", {}), SweepRun("repeat", {})
+    return [first, *crowded[:3], *grid, last, *(SweepRun("beside", knobs) for knobs in beside), *crowded[3:]]
 
 
 def held_back_runs() -> list[SweepRun]:
@@ -97,6 +102,8 @@ def held_back_runs() -> list[SweepRun]:
         ({"max_num_seqs": 96, "gpu_memory_utilization": 0.03}, longer),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 1024}, longer),
         ({"max_num_seqs": 128, "kv_cache_dtype": "fp8"}, longer),
+        ({"max_num_seqs": 128, "num_gpu_blocks_override": 500}, dict(GROWING)),
+        ({"max_num_seqs": 96, "num_gpu_blocks_override": 350}, dict(GROWING)),
         ({"max_num_seqs": 128}, timed),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 512}, timed),
     ]
