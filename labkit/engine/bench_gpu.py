@@ -47,9 +47,9 @@ def nano_jobs(seed: int = 0) -> list[Job]:
 
 
 class Bench:
-    """One model on the card and what is measured with it."""
+    """One model on the card and what is measured with it; `quantization` as in `EngineConfig`."""
 
-    def __init__(self, model: str, on_progress: Callable[[str], None]) -> None:
+    def __init__(self, model: str, on_progress: Callable[[str], None], quantization: str | None = None) -> None:
         import torch
 
         from labkit.models import load_model_weights
@@ -57,8 +57,10 @@ class Bench:
 
         self.torch, self.say = torch, on_progress
         self.steps: dict[str, StepRows] = {}
-        self.spec, self.gpu = load_model(model), load_gpu("H200")
-        self.decoder = load_model_weights(self.spec, dtype="bfloat16", load_format="dummy", device="cuda")
+        self.spec, self.gpu, self.quantization = load_model(model), load_gpu("H200"), quantization
+        self.decoder = load_model_weights(
+            self.spec, dtype="bfloat16", load_format="dummy", device="cuda", quantization=quantization
+        )
         gc.freeze()
 
     def plan(self, **knobs: Any) -> Any:
@@ -66,7 +68,8 @@ class Bench:
         from labkit.memory import plan
         from labkit.specs.engine_config import EngineConfig
 
-        base = {"max_model_len": 4096, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
+        base: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
+        base["quantization"] = self.quantization
         return plan(self.spec, self.gpu, EngineConfig(**{**base, "enable_prefix_caching": False, **knobs}))
 
     def engine(self, *, overlap: bool = True, **knobs: Any) -> Any:

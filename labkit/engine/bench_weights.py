@@ -1,0 +1,88 @@
+"""`python -m labkit.engine.bench_weights`: one model in 16 bit, fp8 and 4 bit on one card, random weights.
+
+A request alone reads every weight for each token, so that its speed shows what the smaller format saves; 64 at once
+show what its product costs. Bars are from the bytes: 8-bit weights are half of what a token alone reads.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from labkit.engine.bench_gpu import LARGE_MODEL, Bench
+from labkit.errors import UnsupportedError
+from labkit.format import memory
+from labkit.results import at_least, at_most, write_results
+
+FORMATS = (None, "fp8", "awq")
+KNOBS: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 64, "gpu_memory_utilization": 0.5}
+ALONE, TOGETHER = [(128, 200)], [(128, 128)] * 64
+
+
+def measure_format(quantization: str | None, on_progress: Callable[[str], None]) -> dict[str, Any]:
+    """Bytes, seconds to load, and both speeds of one format."""
+    import torch
+
+    start = time.perf_counter()
+    bench = Bench(LARGE_MODEL, on_progress, quantization)
+    torch.cuda.synchronize()
+    load_s = time.perf_counter() - start
+    planned = bench.plan(**KNOBS).breakdown.weights_bytes
+    weights = bench.decoder.num_bytes + bench.decoder.table_bytes
+    row: dict[str, Any] = {
+        "quantization": quantization, "load_s": load_s, "weights_bytes": weights, "planned_weights_bytes": planned,
+    }  # fmt: skip
+    for name, jobs in (("alone", ALONE), ("together", TOGETHER)):
+        row[f"{name}_tokens_per_s"] = bench.throughput(name, jobs, rounds=2, **KNOBS)["output_tokens_per_s"]
+    del bench
+    gc.unfreeze()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return row
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Speeds over 16 bit, and how far the plan's bytes are off at most."""
+    by_format = {row["quantization"]: row for row in rows}
+
+    def gain(quantization: str, load: str) -> float | None:
+        plain, other = by_format.get(None), by_format.get(quantization)
+        return None if plain is None or other is None else other[load] / plain[load]
+
+    off = [abs(row["weights_bytes"] / row["planned_weights_bytes"] - 1) for row in rows]
+    return {
+        "planned_weights_off": at_most(max(off) if len(off) == len(FORMATS) else None, 0.02, 0.01),
+        "fp8_alone_vs_16_bit": at_least(gain("fp8", "alone_tokens_per_s"), 1.3, 1.5),
+        "fp8_together_vs_16_bit": at_least(gain("fp8", "together_tokens_per_s"), 1.1, 1.3),
+        "awq_alone_vs_16_bit": at_least(gain("awq", "alone_tokens_per_s"), 1.3, 1.7),
+        "awq_together_vs_16_bit": at_least(gain("awq", "together_tokens_per_s"), 0.8, 1.0),
+    }
+
+
+def bench_weights(path: str | Path, *, on_progress: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measure and write the results file, again after each format.
+
+    Raises:
+        UnsupportedError: there is no card.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "this benchmark needs an NVIDIA card and a torch built for it", works="a machine with one"
+        )
+    card = f"{torch.cuda.get_device_name()}, {memory(torch.cuda.mem_get_info()[1])}"
+    command, rows, content = "python -m labkit.engine.bench_weights results/weights-gpu.json", [], {}
+    for quantization in FORMATS:
+        rows.append(measure_format(quantization, on_progress))
+        on_progress(str(rows[-1]))
+        content = write_results(path, command=command, rows=rows, summary=summarize(rows), card=card, model=LARGE_MODEL)
+    return content
+
+
+if __name__ == "__main__":
+    bench_weights(sys.argv[1])
