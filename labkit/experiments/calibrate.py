@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -14,6 +14,8 @@ from labkit.errors import OutOfRangeError
 from labkit.experiments.fit_constants import fit_constants
 from labkit.experiments.virtual_run import step_time_model
 from labkit.measure.run_record import RunRecord, StepRow
+from labkit.memory import Calibration
+from labkit.memory.records import MemoryPlan
 
 # Log-normal widths of the prior around what is known already: of an engine whose host works in between …
 _SIGMAS = {
@@ -81,6 +83,23 @@ def _with_other_kv(found: StepConstants, prior: StepConstants, records: Sequence
         return found
     known, other = (narrow, wide) if seen.pop() else (wide, narrow)
     return found.replace(**{other: getattr(prior, other) * getattr(found, known) / getattr(prior, known)})
+
+
+def memory_calibration(parts: Mapping[str, int], planned: MemoryPlan) -> Calibration:
+    """What the measured parts of a run on a card say about its plan: the planner then foretells the pool of others.
+
+    Args:
+        parts: part → measured bytes, as `Engine.memory_parts` gives them. planned: before anything ran.
+    """
+    predicted = planned.breakdown.parts()
+
+    def factor(part: str) -> float:
+        return parts[part] / predicted[part] if parts.get(part) and predicted[part] else 1.0
+
+    return Calibration(
+        weights_factor=factor("weights"), activation_factor=factor("activation"), graphs_factor=factor("cuda_graphs"),
+        non_torch_bytes=parts.get("workspace"), source="a run of labkit's engine",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

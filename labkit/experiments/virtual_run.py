@@ -16,6 +16,7 @@ from labkit.engine.virtual_gpu import Jump, VirtualEngine
 from labkit.errors import DoesNotFitError, OutOfRangeError, UnsupportedError
 from labkit.experiments.card_files import constants_for
 from labkit.measure.run_record import RequestRow, RunRecord, StepRow
+from labkit.memory import Calibration
 from labkit.memory import plan as memory_plan
 from labkit.memory.records import MemoryPlan
 from labkit.specs import prompt_token_ids
@@ -57,6 +58,7 @@ def simulate(
     engine: str = "vllm",
     engine_version: str = "0.33.0",
     constants: StepConstants | None = None,
+    memory: Calibration | None = None,
     options: VirtualOptions | None = None,
     is_cancelled: IsCancelled = lambda: False,
     run_id: str = "virtual",
@@ -70,6 +72,7 @@ def simulate(
         engine: "vllm" for its rules of planning and scheduling, "labkit" for the lab's own.
         constants: of the step-time model; by default the best that is known of this model, card and engine here: from
             runs, from a microbenchmark (`labkit calibrate`), or those that come with labkit.
+        memory: what runs of this machine say about the planner's parts, for the size of the pool.
         is_cancelled: asked now and then; what was served until then is kept.
         run_id, name, created: of the record.
 
@@ -87,7 +90,7 @@ def simulate(
             works="a card of the catalogue (see `labkit gpus`)",
         )
     config = config or EngineConfig()
-    plan = memory_plan(model, gpu, config, engine=engine, engine_version=engine_version)
+    plan = memory_plan(model, gpu, config, engine=engine, engine_version=engine_version, calibration=memory)
     constants = constants or constants_for(
         gpu, model.name, engine=engine, engine_version=engine_version, is_moe=model.moe is not None
     )

@@ -1,0 +1,229 @@
+"""How well the virtual GPU foretells labkit's own engine, on the runs of `card_sweep`, without a card.
+
+The constants come from the file's microbenchmark and from one of its runs; every other run is foretold: its pool, its
+preemptions, its steps and their times. `labkit bench simulation` puts the result beside the public runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from labkit.engine.step_constants import StepConstants, load_constants
+from labkit.experiments.calibrate import calibrate, memory_calibration
+from labkit.experiments.card_constants import constants_of
+from labkit.experiments.card_sweep import SweepRun, run_metrics, unpacked_steps
+from labkit.experiments.microbench import Microbenchmark
+from labkit.experiments.run import RunOutcome
+from labkit.experiments.search import Outcome, Point, Simulate, guided_search
+from labkit.experiments.serialise import from_plain
+from labkit.experiments.virtual_run import VirtualOptions, simulate
+from labkit.measure.run_record import RunRecord
+from labkit.memory import Calibration
+from labkit.memory import plan as memory_plan
+from labkit.specs import load_gpu, load_model
+from labkit.specs.gpu_spec import GpuSpec
+
+METRICS = ("output_tokens_per_s", "tpot_mean_s", "itl_p99_s", "num_preemptions")
+FLAGS = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype")
+# Below so many preemptions a share says little.
+_FEW_PREEMPTIONS = 10
+_LIMITS_PERCENT = (25, 50, 75, 100)
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One row of the sweep: what was run, and what came out."""
+
+    run: SweepRun
+    row: Mapping[str, Any]
+    gpu: GpuSpec
+
+    @cached_property
+    def record(self) -> RunRecord:
+        """The run as a record, with the pool that it had."""
+        model = load_model(self.run.model)
+        planned = memory_plan(model, self.gpu, self.run.config)
+        blocks = int(self.row["num_gpu_blocks"])
+        plan = replace(planned, num_gpu_blocks=blocks, kv_cache_tokens=blocks * planned.config.block_size)
+        return RunRecord(
+            run_id=str(self.row["knobs"]), name="", created="", status="finished", config=self.run.config, model=model,
+            gpu=self.gpu, workload={}, plan=plan, steps=unpacked_steps(self.row["steps"]),
+            duration_s=float(self.row["duration_s"]),
+        )  # fmt: skip
+
+    @property
+    def memory(self) -> Calibration:
+        """What its memory parts say about the planner's."""
+        return memory_calibration(self.row["memory_parts"], memory_plan(self.record.model, self.gpu, self.run.config))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The content of a sweep's file.
+
+    Attributes:
+        constants: of the microbenchmark alone. runs: the grid and what lies beside it. held_back: other runs.
+    """
+
+    constants: StepConstants
+    runs: tuple[MeasuredRun, ...]
+    held_back: tuple[MeasuredRun, ...]
+    card: str
+
+    @property
+    def first(self) -> MeasuredRun:
+        """The run that calibrates: all knobs as in the base."""
+        return next(run for run in self.runs if run.run.part == "repeat")
+
+    @property
+    def grid(self) -> tuple[MeasuredRun, ...]:
+        """The runs of the grid."""
+        return tuple(run for run in self.runs if run.run.part == "grid")
+
+
+def read_sweep(path: Path) -> Sweep:
+    """The sweep in a file of `card_sweep`; runs that failed are left out."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    gpu = load_gpu(content["card"])
+    found = from_plain(Microbenchmark, content["microbenchmark"])
+    rows = [row for row in content["rows"] if "error" not in row]
+    runs = tuple(
+        MeasuredRun(SweepRun(row["part"], row["knobs"], row["seed"], row["traffic"] or None, row["model"]), row, gpu)
+        for row in rows
+    )
+    return Sweep(
+        constants=constants_of(found, gpu, load_constants(engine="labkit", level="data sheet")),
+        runs=tuple(run for run in runs if run.run.part != "held back"),
+        held_back=tuple(run for run in runs if run.run.part == "held back"),
+        card=content["card"],
+    )
+
+
+def foretell(run: MeasuredRun, constants: StepConstants, memory: Calibration) -> dict[str, Any]:
+    """The run's metrics by the virtual GPU, which sees its configuration and traffic alone."""
+    record = simulate(
+        load_model(run.run.model), run.gpu, run.run.workload(), run.run.config, engine="labkit", constants=constants,
+        memory=memory, options=VirtualOptions(has_server=False),
+    )  # fmt: skip
+    return run_metrics(RunOutcome("finished", record.duration_s, record.requests, record.steps, None))
+
+
+def errors(measured: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
+    """Foretold over measured - 1 of each metric; preemptions where there were enough."""
+    result = {}
+    for name in METRICS:
+        if name == "num_preemptions" and max(measured[name], found[name]) < _FEW_PREEMPTIONS:
+            continue
+        result[name] = float(found[name]) / max(float(measured[name]), 1e-12) - 1
+    return result
+
+
+def foretold(runs: Sequence[MeasuredRun], constants: StepConstants, memory: Calibration) -> list[dict[str, Any]]:
+    """One row a run: measured, foretold, and the errors in percent."""
+    rows = []
+    for run in runs:
+        found = foretell(run, constants, memory)
+        rows.append({
+            "part": run.run.part, "knobs": dict(run.run.knobs), "seed": run.run.seed, "traffic": run.run.traffic,
+            "measured": {name: run.row[name] for name in METRICS}, "foretold": {name: found[name] for name in METRICS},
+            "error_percent": {name: round(100 * value, 2) for name, value in errors(run.row, found).items()},
+        })  # fmt: skip
+    return rows
+
+
+def medians(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Median absolute error of each metric in percent; None where no run has it."""
+    found: dict[str, float | None] = {}
+    for name in METRICS:
+        sizes = [abs(row["error_percent"][name]) for row in rows if name in row["error_percent"]]
+        found[name] = round(float(np.median(sizes)), 2) if sizes else None
+    return found
+
+
+def changed_flags(sweep: Sweep) -> dict[str, dict[str, float]]:
+    """Flag → median and largest error of throughput and TPOT in percent, over pairs of runs that differ in it alone:
+    the constants come from the first, the second is foretold."""
+    found: dict[str, list[dict[str, float]]] = {flag: [] for flag in FLAGS}
+    for first in sweep.grid:
+        constants, memory = calibrate(sweep.constants, [first.record]), first.memory
+        for second in sweep.grid:
+            flag = _only_difference(first, second)
+            if flag is not None:
+                found[flag].append(errors(second.row, foretell(second, constants, memory)))
+    result = {}
+    for flag, pairs in found.items():
+        result[flag] = {"pairs": float(len(pairs))}
+        if not pairs:
+            continue
+        for name, words in (("output_tokens_per_s", "throughput"), ("tpot_mean_s", "tpot")):
+            sizes = 100 * np.abs([pair[name] for pair in pairs])
+            result[flag] |= {f"{words}_median": round(float(np.median(sizes)), 2),
+                             f"{words}_largest": round(float(sizes.max()), 2)}  # fmt: skip
+    return result
+
+
+def _only_difference(first: MeasuredRun, second: MeasuredRun) -> str | None:
+    changed = [name for name in FLAGS if first.run.knobs[name] != second.run.knobs[name]]
+    return changed[0] if len(changed) == 1 else None
+
+
+def search_on_grid(sweep: Sweep, max_runs: int) -> dict[str, float]:
+    """The search on the measured grid: launches are its runs, the simulation starts from the microbenchmark and learns
+    from the first launches. Percent of goals (throughput under limits of p99 ITL) met within 5 %, mean launches."""
+    grid = {tuple(run.run.knobs.items()): run for run in sweep.grid}
+    points = [dict(key) for key in grid]
+    limits = [float(np.percentile([run.row["itl_p99_s"] for run in grid.values()], part)) for part in _LIMITS_PERCENT]
+    simulations = _Simulations(sweep, grid)
+    met, used = [], []
+    for default in points[:: max(1, len(points) // 3)]:
+        for limit_s in limits:
+            best = max(run.row["output_tokens_per_s"] for run in grid.values() if run.row["itl_p99_s"] <= limit_s)
+            launched: list[MeasuredRun] = []
+
+            def launch(point: Point, launched: list[MeasuredRun] = launched) -> Outcome:
+                run = grid[tuple(point.items())]
+                launched.append(run)
+                return Outcome(run.row["output_tokens_per_s"], run.row["itl_p99_s"])
+
+            found = guided_search(
+                points, simulations.after(()), launch, default=default, latency_limit_s=limit_s, max_runs=max_runs,
+                repeats=False, resimulate=lambda launched=launched: simulations.after(launched),  # type: ignore[misc]
+            )  # fmt: skip
+            value = found.best.measured.value if found.best and found.best.measured else 0.0
+            met.append(value >= 0.95 * best)
+            used.append(len(found.launches))
+    return {
+        "goals": float(len(met)), "percent_within": round(100 * float(np.mean(met)), 1),
+        "mean_launches": round(float(np.mean(used)), 2), "most_launches": float(max(used)),
+    }  # fmt: skip
+
+
+class _Simulations:
+    """The grid foretold with constants of the microbenchmark and of runs, each set of runs once."""
+
+    def __init__(self, sweep: Sweep, grid: Mapping[tuple, MeasuredRun]) -> None:
+        self._sweep, self._grid = sweep, grid
+        self._known: dict[tuple[str, ...], dict[tuple, Outcome]] = {}
+
+    def after(self, launched: Sequence[MeasuredRun]) -> Simulate:
+        """Point → what is expected once `launched` have been run."""
+        key = tuple(sorted(run.record.run_id for run in launched))
+        if key not in self._known:
+            constants, memory = self._sweep.constants, Calibration()
+            if launched:
+                constants = calibrate(constants, [run.record for run in launched])
+                memory = launched[-1].memory
+            self._known[key] = {
+                point: Outcome(found["output_tokens_per_s"], found["itl_p99_s"])
+                for point, run in self._grid.items()
+                for found in [foretell(run, constants, memory)]
+            }
+        outcomes = self._known[key]
+        return lambda point: outcomes[tuple(point.items())]

@@ -1,0 +1,110 @@
+"""The proof on a card's sweep, on a sweep that was made by an engine with known constants and a known pool."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict
+
+import pytest
+
+from labkit.engine.step_constants import load_constants
+from labkit.experiments import card_proof, card_sweep
+from labkit.experiments.card_constants import constants_of
+from labkit.experiments.card_proof import changed_flags, errors, foretold, medians, read_sweep, search_on_grid
+from labkit.experiments.card_sweep import SweepRun, packed_steps, run_metrics
+from labkit.experiments.microbench import Microbenchmark, Timing
+from labkit.experiments.run import RunOutcome
+from labkit.experiments.virtual_run import VirtualOptions, simulate
+from labkit.memory import Calibration, plan
+from labkit.specs import load_gpu, load_model
+
+GPU = load_gpu("H200")
+MEMORY = Calibration(non_torch_bytes=3072, graphs_factor=0.6, activation_factor=1.2)
+TRAFFIC = {"num_requests": 24, "input_lengths": "uniform:16-200", "output_lengths": "uniform:8-40"}
+KNOBS = {
+    "kv_cache_dtype": ("auto", "fp8"), "max_num_batched_tokens": (512, 2048), "max_num_seqs": (8, 24),
+    "gpu_memory_utilization": (0.3,),
+}  # fmt: skip
+
+
+def microbenchmark() -> Microbenchmark:
+    timings = [Timing("host", {"requests": count, "layers": 2}, 2e-4 + 3e-6 * count) for count in (1, 64)]
+    return Microbenchmark("H200", "", 1.0, tuple(timings))
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """A file of runs of an engine whose attention and host are slower than the microbenchmark says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(card_sweep, "TRAFFIC", TRAFFIC)
+        base = constants_of(microbenchmark(), GPU, load_constants(engine="labkit"))
+        truth = base.replace(kv_efficiency=0.6, kv_efficiency_8bit=0.6 / 0.85 * 0.7, step_s=1.6 * base.step_s,
+                             layer_s=1.3 * base.layer_s)  # fmt: skip
+        points = [dict(zip(KNOBS, values, strict=True)) for values in itertools.product(*KNOBS.values())]
+        runs = [SweepRun("repeat", {}), *(SweepRun("grid", point) for point in points), SweepRun("held back", {}, 7)]
+        rows = [row_of(run, truth) for run in runs]
+        path = tmp_path_factory.mktemp("sweep") / "sweep.json"
+        failed = {"part": "grid", "knobs": {}, "error": "out of memory"}
+        content = {"rows": [*rows, failed], "microbenchmark": asdict(microbenchmark()), "card": "NVIDIA H200"}
+        path.write_text(json.dumps(content))
+        yield read_sweep(path)
+
+
+def row_of(run, constants):
+    model = load_model(run.model)
+    record = simulate(
+        model, GPU, run.workload(), run.config, engine="labkit", constants=constants, memory=MEMORY,
+        options=VirtualOptions(has_server=False),
+    )  # fmt: skip
+    parts = dict(plan(model, GPU, run.config).breakdown.parts())
+    parts |= {"workspace": 3072, "cuda_graphs": round(0.6 * parts["cuda_graphs"]),
+              "activation": round(1.2 * parts["activation"])}  # fmt: skip
+    outcome = RunOutcome("finished", record.duration_s, record.requests, record.steps, None)
+    return {
+        "part": run.part, "model": run.model, "knobs": dict(run.knobs), "seed": run.seed, "traffic": {},
+        "num_gpu_blocks": record.plan.num_gpu_blocks, "memory_parts": parts, **run_metrics(outcome),
+        "steps": packed_steps(record.steps),
+    }  # fmt: skip
+
+
+def test_one_run_foretells_the_others(sweep):
+    assert (len(sweep.grid), len(sweep.held_back)) == (8, 1)
+    before = medians(foretold(sweep.grid, sweep.constants, Calibration()))
+    constants = card_proof.calibrate(sweep.constants, [sweep.first.record])
+    after = medians(foretold([*sweep.grid, *sweep.held_back], constants, sweep.first.memory))
+    assert before["output_tokens_per_s"] > 3 * after["output_tokens_per_s"]
+    assert after["output_tokens_per_s"] < 2
+    assert after["tpot_mean_s"] < 2
+    assert after["num_preemptions"] is None
+
+
+def test_the_pool_is_foretold_by_the_memory_of_one_run(sweep):
+    found = sweep.first.memory
+    assert found.graphs_factor == pytest.approx(0.6, rel=1e-3)
+    assert found.activation_factor == pytest.approx(1.2, rel=1e-3)
+    for run in sweep.grid:
+        planned = plan(load_model(run.run.model), GPU, run.run.config, calibration=found)
+        assert planned.num_gpu_blocks == pytest.approx(run.row["num_gpu_blocks"], rel=1e-3)
+
+
+def test_a_changed_flag_is_foretold_from_the_run_beside_it(sweep):
+    found = changed_flags(sweep)
+    assert found["kv_cache_dtype"]["pairs"] == found["max_num_seqs"]["pairs"] == 8
+    assert found["max_num_seqs"]["throughput_median"] < 3
+    assert "throughput_median" not in found["gpu_memory_utilization"]
+
+
+def test_the_search_finds_the_best_of_the_grid(sweep):
+    found = search_on_grid(sweep, 5)
+    assert found["percent_within"] >= 90
+    assert found["most_launches"] <= 5
+
+
+def test_few_preemptions_are_no_share():
+    measured = {"output_tokens_per_s": 100.0, "tpot_mean_s": 1.0, "itl_p99_s": 2.0, "num_preemptions": 3}
+    assert errors(measured, {**measured, "tpot_mean_s": 1.1}) == {
+        "output_tokens_per_s": 0.0, "tpot_mean_s": pytest.approx(0.1), "itl_p99_s": 0.0,
+    }  # fmt: skip
+    many = errors({**measured, "num_preemptions": 20}, {**measured, "num_preemptions": 15})
+    assert many["num_preemptions"] == -0.25
