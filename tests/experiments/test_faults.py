@@ -96,6 +96,18 @@ def test_a_card_that_answers_no_more_is_said_and_the_worker_replaced():
         runner.close()
 
 
+def test_a_long_run_whose_steps_go_on_is_left_alone():
+    runner = LocalRunner(Worker("fake_backend:FakeBackend"), stall_timeout_s=0.8)
+    job = stalling_job("plain")
+    long = example_workload(1, 400)
+    try:
+        answer = runner.run(RunJob(job.plan, long), lambda event: None, lambda requests, steps: None, threading.Event())
+        assert answer.status == "finished"
+        assert answer.duration_s > 1.0
+    finally:
+        runner.close()
+
+
 def test_a_slow_step_on_a_cpu_has_no_limit():
     runner = LocalRunner(Worker("fake_backend:FakeBackend"), stall_timeout_s=0.1)
     cancel = threading.Event()
