@@ -412,6 +412,14 @@ def bench_tensor_parallel_command(path: Results = Path("results/tensor-parallel.
     show_summary(bench_tensor_parallel(path, on_progress=out), path)
 
 
+@bench_app.command("claims")
+def bench_claims_command() -> None:
+    """What some claims need a card for; `labkit claims` then shows these numbers with card and date."""
+    from labkit.advice.claims.on_card import measure_all
+
+    measure_all(say=out)
+
+
 @bench_app.command("planner")
 def bench_planner_command(path: Results = Path("results/planner.json")) -> None:
     """The planner against vLLM's own planner, public reports and real start-ups."""

@@ -10,9 +10,11 @@ from labkit.advice.card_settings import TRACES, write_settings
 ROOT = Path(__file__).parents[1]
 INTRODUCTION = """# Settings for common cards
 
-For each card, model and trace the best of six configurations (twelve where the card has fp8), by simulation of 40
-requests that all wait at once: nothing here was measured. *Low* to *high* is where nine in ten measured rates lie, with
-the shipped constants. Made by `tools/make_card_settings.py`; your own traffic is one call away, `session.search`.
+For each card, model and trace the best of five configurations (four and fp8 KV, where the card has fp8), on the fewest
+cards that hold one, by simulation of 40 requests that all wait at once: nothing here was measured. *Low* to *high* is
+where nine in ten measured rates lie; *level* says where the constants of the step times come from. Notebook
+[06-card-settings](../notebooks/06-card-settings.ipynb) makes rows of it before your eyes, `tools/make_card_settings.py`
+all of it; your own traffic is one call away, `session.search`.
 """
 
 
@@ -20,17 +22,21 @@ def page(results: dict[str, Any]) -> str:
     """The page as Markdown."""
     parts = [INTRODUCTION]
     for trace in TRACES:
-        parts += [f"## {trace}", "", "| card | model | requests/s | low to high | command |", "|---|---|---|---|---|"]
-        for row in results["rows"]:
-            if row["trace"] == trace:
-                rates = ("–", "–")
-                if "requests_per_s" in row:
-                    rates = (f"{row['requests_per_s']:g}", f"{row['low']:g} to {row['high']:g}")
-                command = " ".join(row["command"].replace("\\\n", " ").split())
-                shown = f"`{command}`" if "requests_per_s" in row else command
-                parts.append(f"| {row['card']} | {row['model']} | {rates[0]} | {rates[1]} | {shown} |")
+        parts += [f"## {trace}", "", "| card | model | requests/s | low to high | level | command |", "|" + 6 * "---|"]
+        parts += [_line(row) for row in results["rows"] if row["trace"] == trace]
         parts.append("")
     return "\n".join(parts)
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "requests_per_s" not in row:
+        return f"| {row['card']} | {row['model']} | – | – | – | {row['command']} |"
+    card = row["card"] if row["num_cards"] == 1 else f"{row['num_cards']} × {row['card']}"
+    command = " ".join(row["command"].replace("\\\n", " ").split())
+    return (
+        f"| {card} | {row['model']} | {row['requests_per_s']:g} | {row['low']:g} to {row['high']:g} | {row['level']} "
+        f"| `{command}` |"
+    )
 
 
 def main() -> None:

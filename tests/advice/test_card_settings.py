@@ -9,29 +9,47 @@ from pathlib import Path
 import pytest
 
 from labkit.advice import check_command
-from labkit.advice.card_settings import CARDS, MODELS, TRACES, VERSION, best_settings, settings_table
+from labkit.advice.card_settings import (
+    CARDS,
+    MODELS,
+    TRACES,
+    VERSION,
+    best_settings,
+    card_traffic,
+    settings_table,
+)
 from labkit.experiments.virtual_run import VirtualOptions, simulate
 from labkit.measure.summary import summarize
 from labkit.specs import load_gpu, load_model, load_workload
-from labkit.specs.engine_config import EngineConfig
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_no_configuration_of_the_grid_is_more_than_two_percent_better():
     model, gpu, traffic = load_model("Qwen/Qwen3-8B"), load_gpu("A10"), load_workload("azure-2023-conv", limit=30)
-    config, summary = best_settings(model, gpu, traffic)
+    best = best_settings(model, gpu, traffic)
     for seqs, tokens in ((32, 2048), (32, 8192), (128, 2048), (256, 8192)):
-        other = EngineConfig(max_model_len=config.max_model_len, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+        other = best.config.replace(max_num_seqs=seqs, max_num_batched_tokens=tokens)
         record = simulate(model, gpu, traffic, other, options=VirtualOptions(arrival_scale=0.0))
-        assert (summarize(record).requests_per_s or 0.0) <= 1.02 * summary.requests_per_s
+        assert (summarize(record).requests_per_s or 0.0) <= 1.02 * best.summary.requests_per_s
 
 
-def test_what_does_not_fit_says_so():
-    rows = list(
-        settings_table(cards=("A10",), models=("Qwen/Qwen2.5-32B-Instruct",), traces=("azure-2023-conv",), limit=5)
-    )
-    assert rows[0]["command"] == "does not fit on one card"
+def one_row(card: str, model: str, limit: int = 5):
+    return next(settings_table(cards=(card,), models=(model,), traces=("azure-2023-conv",), limit=limit))
+
+
+def test_what_one_card_cannot_hold_takes_the_fewest_that_can():
+    # 32.8e9 weights of two bytes are 61 GiB: more than two A10 of 22 GiB hold, and less than four.
+    row = one_row("A10", "Qwen/Qwen2.5-32B-Instruct")
+    assert row["num_cards"] == 4
+    assert "--tensor-parallel-size 4" in row["command"]
+    assert one_row("A100-80GB", "Qwen/Qwen2.5-32B-Instruct")["num_cards"] == 1
+    assert one_row("L4", "Qwen/Qwen2.5-72B-Instruct")["command"] == "does not fit on 4 cards"
+
+
+def test_an_embedding_model_serves_prompts_only():
+    assert {one.output_tokens for one in card_traffic(load_model(MODELS[0]), TRACES[0]).requests} == {1}
+    assert max(one.output_tokens for one in card_traffic(load_model(MODELS[1]), TRACES[0]).requests) > 100
 
 
 def test_the_table_is_whole_and_its_commands_parse():

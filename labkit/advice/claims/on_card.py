@@ -1,7 +1,7 @@
 """What claims need a card for: memory that torch reserves beyond its tensors, 16-bit types, eager mode.
 
-`python -m labkit.advice.claims.on_card [file] [seconds]` measures on this machine's card and writes `card_runs.json`,
-from which the claims take their measured numbers, with card and date. Random weights; about half a minute.
+`labkit bench claims` measures on this machine's card and writes `card_runs.json`, from which the claims take their
+measured numbers, with card and date. Random weights; about a minute.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import json
 import random
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,8 +22,8 @@ from labkit.results import write_results
 
 FILE = "card_runs.json"
 SMALL, SEVEN = "Qwen/Qwen2-0.5B", "Qwen/Qwen2-7B"
+LIMIT_S, COMMAND, HOME = 60.0, "labkit bench claims", Path(__file__).with_name(FILE)
 # The guides' claim about reserved memory is about a server at work: mixed lengths that come and go.
-LIMIT_S = 60.0
 NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 96, (64, 1500), (16, 160)
 Say = Callable[[str], None]
 Row = dict[str, Any]
@@ -100,7 +99,7 @@ def reserved_by_engine(model: str, say: Say) -> Row:
     return row
 
 
-def reserved_by_generate(say: Say, num_batches: int = 8, device: str = "cuda", **shape: int) -> Row:
+def reserved_by_generate(say: Say, num_batches: int = 6, device: str = "cuda", **shape: int) -> Row:
     """transformers' generate with its growing cache, batches of mixed size: the allocator without a pool of blocks.
 
     Args:
@@ -173,8 +172,15 @@ MEASUREMENTS: tuple[tuple[str, Callable[[Say], Row]], ...] = (
 )
 
 
-def measure_all(path: str | Path, say: Say = print, limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """Measure one after the other and write after each; what is not begun within `limit_s` stays out.
+def measure_all(
+    path: str | Path = HOME, say: Say = print, keys: Sequence[str] = (), limit_s: float = LIMIT_S
+) -> dict[str, Any]:
+    """Measure one after the other and write after each; other rows that the file has of the same card stay.
+
+    Args:
+        path: of the file; by default the one that the claims read.
+        keys: of `MEASUREMENTS`, in that order; all where empty.
+        limit_s: what is not begun by then stays out.
 
     Raises:
         UnsupportedError: there is no card.
@@ -183,25 +189,24 @@ def measure_all(path: str | Path, say: Say = print, limit_s: float = LIMIT_S) ->
 
     if not torch.cuda.is_available():
         raise UnsupportedError("this needs an NVIDIA card and a torch built for it", works="the shipped measurements")
-    card, start, rows, content = torch.cuda.get_device_name(), time.monotonic(), [], {}
-    for key, measure in MEASUREMENTS:
+    card, start, path = torch.cuda.get_device_name(), time.monotonic(), Path(path)
+    content: dict[str, Any] = {"card": card, "rows": []}
+    if path.is_file():
+        content = json.loads(path.read_text(encoding="utf-8"))
+    rows: dict[str, Row] = {row["key"]: row for row in content["rows"]} if content["card"] == card else {}
+    measurements = dict(MEASUREMENTS)
+    for key in keys or measurements:
         if time.monotonic() - start > limit_s:
             say(f"{key}: left out, {limit_s:g} s are over")
             continue
         try:
-            row = measure(say)
+            row = measurements[key](say)
         except Exception as error:
             say(traceback.format_exc(limit=-3))
             row = {"error": f"{type(error).__name__}: {error}"[:300]}
         gc.collect()
         torch.cuda.empty_cache()
-        rows.append({"key": key, **row})
-        say(f"[{time.monotonic() - start:.1f} s] {rows[-1]}")
-        content = write_results(path, command="python -m labkit.advice.claims.on_card", card=card, rows=rows,
-                                summary={})  # fmt: skip
+        rows[key] = {"key": key, **row}
+        say(f"[{time.monotonic() - start:.1f} s] {rows[key]}")
+        content = write_results(path, command=COMMAND, card=card, rows=list(rows.values()), summary={})
     return content
-
-
-if __name__ == "__main__":
-    target = sys.argv[1] if len(sys.argv) > 1 else Path(__file__).with_name(FILE)
-    measure_all(target, limit_s=float(sys.argv[2]) if len(sys.argv) > 2 else LIMIT_S)
