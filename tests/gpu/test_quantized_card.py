@@ -165,7 +165,7 @@ def test_another_quantisation_reloads_only_weights():
     for quantization in (None, "fp8", "awq", None):
         config = EngineConfig(
             max_model_len=512, max_num_seqs=8, max_num_batched_tokens=512, gpu_memory_utilization=0.05,
-            quantization=quantization, load_format="dummy", enforce_eager=True,
+            num_gpu_blocks_override=300, quantization=quantization, load_format="dummy", enforce_eager=True,
         )  # fmt: skip
         plan = make_plan(model, load_gpu("H200"), config)
         arguments = {
