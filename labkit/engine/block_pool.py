@@ -203,6 +203,10 @@ class BlockPool:
         """Whether the block is kept only for a later hit."""
         return block_id in self._lru
 
+    def cached_blocks(self) -> tuple[int, ...]:
+        """The blocks that only the prefix cache holds, least recently used first."""
+        return tuple(self._lru)
+
     def _release(self, block_id: int) -> None:
         if self._keys[block_id] is not None:
             self._lru[block_id] = None

@@ -199,7 +199,9 @@ class Engine:
     def block_map(self) -> tuple[int, ...]:
         """Owner of each block: `FREE_BLOCK`, `CACHED_BLOCK`, or the id of the oldest request that names it."""
         pool = self._scheduler.pool
-        owners = [CACHED_BLOCK if pool.is_cached(block_id) else FREE_BLOCK for block_id in range(pool.num_blocks)]
+        owners = [FREE_BLOCK] * pool.num_blocks
+        for block_id in pool.cached_blocks():
+            owners[block_id] = CACHED_BLOCK
         for sequence in reversed(self._scheduler.running):
             for block_id in sequence.block_table:
                 owners[block_id] = sequence.request.request_id
