@@ -66,9 +66,11 @@ def speed_of(plan: MemoryPlan, traffic: Workload, scale: Scale | None = None) ->
     if not can_simulate(plan) or not traffic.requests:
         return None
     traffic = traffic.with_requests(traffic.requests[:MAX_REQUESTS], f"first {MAX_REQUESTS} requests")
-    record = _served(plan, traffic, 1.0)
-    at_once = all(request.arrival_s == 0 for request in traffic.requests)
-    full = record if at_once else _served(plan, traffic, 0.0)
+    has_server = plan.engine == "vllm"
+    record = _served(plan, traffic, 1.0, has_server)
+    is_full = not has_server and all(request.arrival_s == 0 for request in traffic.requests)
+    # The server's own delay ends before the last request does: it is no part of what the engine can give at most.
+    full = record if is_full else _served(plan, traffic, 0.0, False)
     if record is None or full is None:
         return None
     load, most = summarize(record), summarize(full)
@@ -85,8 +87,8 @@ def speed_of(plan: MemoryPlan, traffic: Workload, scale: Scale | None = None) ->
     )
 
 
-def _served(plan: MemoryPlan, traffic: Workload, arrival_scale: float) -> RunRecord | None:
-    options = VirtualOptions(arrival_scale=arrival_scale, has_server=plan.engine == "vllm")
+def _served(plan: MemoryPlan, traffic: Workload, arrival_scale: float, has_server: bool) -> RunRecord | None:
+    options = VirtualOptions(arrival_scale=arrival_scale, has_server=has_server)
     try:
         record = simulate(plan.model, plan.gpu, traffic, plan.config, engine=plan.engine,
                           engine_version=plan.engine_version, options=options)  # fmt: skip
@@ -100,7 +102,7 @@ def scale_of(run: RunRecord) -> Scale | None:
     requests = tuple(RequestSpec(row.arrival_s, row.input_tokens, row.output_tokens) for row in run.requests)
     if run.origin != "measured" or not can_simulate(run.plan) or not requests:
         return None
-    again = _served(run.plan, Workload("as in the run", requests), 1.0)
+    again = _served(run.plan, Workload("as in the run", requests), 1.0, run.plan.engine == "vllm")
     if again is None:
         return None
     got, expected = summarize(run), summarize(again)

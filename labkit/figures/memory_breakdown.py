@@ -103,7 +103,7 @@ def draw_memory_breakdown(info: MemoryBreakdownInfo, theme: str = "light", narro
     figure.update_layout(
         barmode="stack",
         bargap=0.35,
-        height=106 + 16 * legend_rows + 40 * len(info.bars),
+        height=106 + (20 if narrow else 16) * legend_rows + 40 * len(info.bars),
         uniformtext={"minsize": 10, "mode": "hide"},
         legend={
             "traceorder": "normal",
@@ -111,7 +111,7 @@ def draw_memory_breakdown(info: MemoryBreakdownInfo, theme: str = "light", narro
             "entrywidthmode": "fraction",
             "font": {"size": 11},
         },
-        margin={"l": 84, "r": 20, "t": 16 * legend_rows, "b": 44},
+        margin={"l": 84, "r": 20, "t": (20 if narrow else 16) * legend_rows, "b": 44},
         shapes=[_total_line(bar, index, divisor, theme) for index, bar in enumerate(info.bars)],
     )
     figure.update_xaxes(title_text=f"memory ({unit})", range=[0, 1.01 * info.scale_bytes / divisor], fixedrange=True)

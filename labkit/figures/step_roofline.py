@@ -20,6 +20,8 @@ from labkit.text import plain
 BOUND_COLORS = {
     "bandwidth": "#E69F00", "compute": "#0072B2", "host": "#CC79A7", "graphs": "#009E73", "links": "#56B4E9",
 }  # fmt: skip
+# Room between the two for the title of the axis above.
+NARROW_HEIGHT = 600
 NOTHING = (
     "Nothing to place on a roofline yet: it takes a run, or traffic to simulate, on a card whose figures are known."
 )
@@ -53,6 +55,8 @@ def draw_step_roofline(info: StepRooflineInfo, theme: str = "light", narrow: boo
     _points(figure, info.bound, theme, narrow)
     _shares(figure, info.bound, narrow)
     figure.update_layout(legend={"y": 1.08 if narrow else 1.16}, margin={"t": 84}, barmode="stack")
+    if narrow:
+        figure.update_layout(height=NARROW_HEIGHT)
     return figure
 
 

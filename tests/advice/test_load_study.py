@@ -28,7 +28,7 @@ def plan_of(config: EngineConfig = BASE, **changes):
 
 
 def served(config: EngineConfig, scale: float):
-    options = VirtualOptions(arrival_scale=scale, has_server=True)
+    options = VirtualOptions(arrival_scale=scale, has_server=scale > 0)
     return summarize(simulate(MODEL, CARD, TRAFFIC, config, options=options))
 
 
