@@ -25,22 +25,24 @@ from labkit.specs.model_spec import LayerSpec, ModelSpec
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """Who owns which rows of a step; every tensor is on the device. D + P places for sequences, T rows.
+    """Who owns which rows of a step; every tensor is on the device. T rows, D + P places for sequences.
 
     Attributes:
-        num_decodes: D, places of sequences with one new token; they come first, and so do their rows.
         slot_mapping: int64 [T], block · block_size + offset of each token; negative writes nothing.
-        seq_lens: int32 [D + P], tokens in the cache when the step is done; 0 for padding.
-        block_tables: int32 [D + P, blocks].
-        query_starts: int32 [P + 1], first row of each other sequence, then the row after the last; None without. They
-            may begin before row D: rows of unused places are theirs.
+        decode_lens: int32 [D], tokens in the cache when the step is done, of sequences with one new token, which own
+            the first D rows; 0 for padding.
+        decode_tables: int32 [D, blocks].
+        prompt_lens, prompt_tables: the same of P other sequences; None without.
+        query_starts: int32 [P + 1], first row of each of them, then the row after the last. They may begin before row
+            D: rows of unused places are theirs.
         max_query_len: bound on the rows of one of them.
     """
 
-    num_decodes: int
     slot_mapping: torch.Tensor
-    seq_lens: torch.Tensor
-    block_tables: torch.Tensor
+    decode_lens: torch.Tensor
+    decode_tables: torch.Tensor
+    prompt_lens: torch.Tensor | None = None
+    prompt_tables: torch.Tensor | None = None
     query_starts: torch.Tensor | None = None
     max_query_len: int = 1
 
@@ -83,9 +85,9 @@ class CudaAttention:
     def begin(self, rows: AttentionRows) -> None:
         """Announce a step and plan its split over the card; all on the device, so that it can be captured."""
         self._rows = rows
-        if rows.num_decodes:
+        if rows.decode_lens.shape[0]:
             for workspace in self._workspaces.values():
-                workspace.plan(rows.seq_lens[: rows.num_decodes])
+                workspace.plan(rows.decode_lens)
 
     def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
@@ -113,21 +115,21 @@ class CudaAttention:
     def read(self, layer_index: int, q: torch.Tensor) -> torch.Tensor:
         """Attention of q `[T, heads, head_dim]` over the cache as it is; nothing is written."""
         rows, cached, scores = self._current(), self._cache.layers[layer_index], self._scores[layer_index]
-        count = rows.num_decodes
+        count = rows.decode_lens.shape[0]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if count:
             paged_decode(
-                q[:count], cached.k, cached.v, rows.block_tables[:count], rows.seq_lens[:count], scores,
+                q[:count], cached.k, cached.v, rows.decode_tables, rows.decode_lens, scores,
                 workspace=self._of_layer[layer_index], out=out[:count],
             )  # fmt: skip
-        if rows.query_starts is not None:
+        if rows.prompt_tables is not None:
             group = q.shape[1] // cached.k.shape[2]
             kind = cache_kind(cached.k)
             config = prefill_config(capability(q.device), kind, q.shape[2], rows.max_query_len * group)
             paged_prefill(
-                q, cached.k, cached.v, rows.block_tables[count:], rows.seq_lens[count:], rows.query_starts, scores,
+                q, cached.k, cached.v, rows.prompt_tables, rows.prompt_lens, rows.query_starts, scores,
                 max_query_len=rows.max_query_len, out=out, config=config,
-                num_splits=_num_splits(q, cached.k, rows.block_tables.shape[1], config),
+                num_splits=_num_splits(q, cached.k, rows.prompt_tables.shape[1], config),
             )  # fmt: skip
         return out
 

@@ -6,7 +6,9 @@ card.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,15 +21,16 @@ from labkit.engine.batch import ScheduledBatch
 from labkit.engine.cuda_attention import AttentionRows, CudaAttention
 from labkit.engine.cuda_cache import CacheFormat, CudaKVCache, cache_format
 from labkit.engine.cuda_forward import Forward, make_forward, why_eager
-from labkit.engine.cuda_graphs import MAX_PROMPTS, StepGraphs, decode_shapes, mixed_shapes
+from labkit.engine.cuda_graphs import MANY_PROMPTS, StepGraphs, capture_stream, graph_shapes
 from labkit.engine.cuda_inputs import (
-    HostStep,
     SlotTables,
     Staging,
     StepShape,
     StepTensors,
     arrange,
+    owners_of,
     padding_step,
+    rows_in_order,
     shape_of,
 )
 from labkit.engine.cuda_memory import StepCosts, give_back, look_at, pool_of, with_blocks
@@ -42,6 +45,8 @@ from labkit.models.decoder import Decoder
 from labkit.models.linear import project
 from labkit.specs.model_spec import LayerSpec
 
+# A step is bound by the host when launching it takes this share of its time.
+_HOST_BOUND = 0.9
 # What can change without touching memory: only the scheduler reads it.
 _SCHEDULING_KNOBS = frozenset({"enable_chunked_prefill", "enable_prefix_caching", "preemption_mode"})
 
@@ -117,7 +122,7 @@ class CudaExecutor:
         self._device = decoder.device
         self._on_card = self._device.type == "cuda"
         self._measured = _Measured()
-        self._stream = torch.cuda.Stream(self._device) if self._on_card else None
+        self._stream = capture_stream(self._device) if self._on_card else None
         self._allocated: _Allocated | None = None
         self._turn = 0
         self.why_eager = why_eager(decoder)
@@ -166,8 +171,8 @@ class CudaExecutor:
         if shape is not None:
             tokens = memory.graphs.replay(shape)  # type: ignore[union-attr]
         else:
-            tokens = self._compute(memory, tensors, _owners(step, batch) if penalized else [])
-        return self._send_back(memory, tokens, _rows_in_order(step, batch), started)
+            tokens = self._compute(memory, tensors, owners_of(step, batch) if penalized else [])
+        return self._send_back(memory, tokens, rows_in_order(step, batch), started)
 
     @torch.inference_mode()
     def hidden_states(self, batch: ScheduledBatch) -> torch.Tensor:
@@ -207,12 +212,12 @@ class CudaExecutor:
         made-up queries; it writes nothing there. Valid until the next step."""
         memory, device = self._memory(), self._device
         tables = [torch.tensor(sequence.block_table, dtype=torch.int32) for sequence in sequences]
+        lengths = [sequence.num_computed_tokens for sequence in sequences]
         memory.attention.begin(
             AttentionRows(
-                num_decodes=len(sequences),
                 slot_mapping=torch.empty(0, dtype=torch.int64, device=device),
-                seq_lens=torch.tensor([entry.num_computed_tokens for entry in sequences], dtype=torch.int32).to(device),
-                block_tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(device),
+                decode_lens=torch.tensor(lengths, dtype=torch.int32).to(device),
+                decode_tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(device),
             )
         )
 
@@ -312,13 +317,11 @@ class CudaExecutor:
         return _Allocated(
             cache=cache,
             tables=SlotTables(max_num_seqs, -(-max_model_len // config.block_size), device),
-            staging=Staging(int(config.max_num_batched_tokens or 1), max_num_seqs + MAX_PROMPTS, device),
+            staging=Staging(int(config.max_num_batched_tokens or 1), max_num_seqs + MANY_PROMPTS, device),
             attention=attention,
             forward=make_forward(decoder, attention),
             last_tokens=torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device),
-            results=[
-                torch.zeros(max_num_seqs + MAX_PROMPTS, dtype=torch.int64, pin_memory=self._on_card) for _ in range(2)
-            ],
+            results=[torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=self._on_card) for _ in range(2)],
         )
 
     def _captures(self, plan: MemoryPlan) -> bool:
@@ -337,32 +340,41 @@ class CudaExecutor:
         if key not in self._measured.costs:
             pool = torch.empty(form.pool_bytes(1), dtype=torch.uint8, device=self._device)
             trial = self._build(with_blocks(plan, form, 1, 0), pool)
-            peak = self._peak(trial, plan)
+            peak, waits_for_host = self._peak(trial, plan)
             for num_tokens in PROMPT_SIZES:
                 self._compute(trial, trial.staging.send(prompt_step(plan, trial.tables, num_tokens)))
-            graphs = self._graphs_estimate(trial, plan) if self._captures(plan) else 0
-            self._measured.costs[key] = StepCosts(peak, graphs, trial.tables_bytes)
+            costs = StepCosts(peak, 0, trial.tables_bytes, waits_for_host)
+            graphs = self._graphs_estimate(trial, plan, costs) if self._captures(plan) else 0
+            self._measured.costs[key] = dataclasses.replace(costs, graphs_bytes=graphs)
             del trial, pool
             give_back(self._device)
         return self._measured.costs[key]
 
-    def _peak(self, trial: _Allocated, plan: MemoryPlan) -> int:
-        """Most bytes that the largest step has at one moment; what its first run leaves behind is the libraries'."""
+    def _peak(self, trial: _Allocated, plan: MemoryPlan) -> tuple[int, bool]:
+        """Most bytes that the largest step has at one moment, and whether the card then waits for the host.
+
+        What its first run leaves behind is the libraries'.
+        """
         before = look_at(self._device).allocated_bytes
         self._compute(trial, trial.staging.send(prompt_step(plan, trial.tables)))
         torch.cuda.synchronize(self._device)
         kept = look_at(self._device).allocated_bytes
         self._measured.library_bytes += max(0, kept - before)
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._compute(trial, trial.staging.send(prompt_step(plan, trial.tables)))
-        return torch.cuda.max_memory_allocated(self._device) - kept
+        tensors = trial.staging.send(prompt_step(plan, trial.tables))
+        start = time.perf_counter()
+        self._compute(trial, tensors)
+        launched_s = time.perf_counter() - start
+        torch.cuda.synchronize(self._device)
+        waits = launched_s > _HOST_BOUND * (time.perf_counter() - start)
+        return torch.cuda.max_memory_allocated(self._device) - kept, waits and self._decoder.tp_size == 1
 
-    def _graphs_estimate(self, trial: _Allocated, plan: MemoryPlan) -> int:
+    def _graphs_estimate(self, trial: _Allocated, plan: MemoryPlan, costs: StepCosts) -> int:
         """From the two largest graphs of each kind over a pool of one block: the very first owns the memory, the others
         share it."""
         graphs = StepGraphs(lambda shape: self._prepared(trial, shape), self._stream)  # type: ignore[arg-type]
         used, total = self._used_bytes(), 0
-        for shapes in _graph_shapes(plan):
+        for shapes in graph_shapes(plan.config, largest=costs.waits_for_host):
             for number, shape in enumerate(shapes[:-3:-1]):
                 graphs.capture(shape, warm_up=self._is_new_shape(plan, shape))
                 grown, used = self._used_bytes() - used, self._used_bytes()
@@ -372,7 +384,8 @@ class CudaExecutor:
     def _capture(self, memory: _Allocated, plan: MemoryPlan) -> None:
         before = self._used_bytes()
         graphs = StepGraphs(lambda shape: self._prepared(memory, shape), self._stream)  # type: ignore[arg-type]
-        for shapes in _graph_shapes(plan):
+        costs = self._measured.costs[self._shape_key(plan)]
+        for shapes in graph_shapes(plan.config, largest=costs.waits_for_host):
             for shape in reversed(shapes):
                 graphs.capture(shape, warm_up=self._is_new_shape(plan, shape))
         memory.graphs = graphs
@@ -407,18 +420,20 @@ class CudaExecutor:
 
     def _hidden(self, memory: _Allocated, step: StepTensors) -> torch.Tensor:
         """[rows, hidden_size] after the final norm, sequences with one new token first."""
-        parts, count = step.tensors, step.shape.num_decodes
+        parts, count, tables = step.tensors, step.shape.num_decodes, memory.tables.device
+        prompts = step.shape.num_prompts > 0
         rows = AttentionRows(
-            num_decodes=count,
             slot_mapping=parts["slot_mapping"],
-            seq_lens=parts["seq_lens"],
-            block_tables=memory.tables.device.index_select(0, parts["slots"]),
-            query_starts=parts.get("query_starts"),
-            max_query_len=max(1, step.max_query_len),
+            decode_lens=parts["decode_lens"],
+            decode_tables=tables.index_select(0, parts["decode_slots"]),
+            prompt_lens=parts["prompt_lens"] if prompts else None,
+            prompt_tables=tables.index_select(0, parts["prompt_slots"]) if prompts else None,
+            query_starts=parts["query_starts"] if prompts else None,
+            max_query_len=step.max_query_len,
         )
         known = parts["token_ids"]
         if count:
-            newest = memory.last_tokens.index_select(0, parts["slots"][:count])
+            newest = memory.last_tokens.index_select(0, parts["decode_slots"])
             newest = torch.where(known[:count] < 0, newest, known[:count])
             known = newest if count == known.shape[0] else torch.cat((newest, known[count:]))
         memory.attention.begin(rows)
@@ -456,25 +471,5 @@ def _bring_tables(memory: _Allocated, batch: ScheduledBatch) -> None:
     memory.tables.send_changes()
 
 
-def _graph_shapes(plan: MemoryPlan) -> tuple[list[StepShape], list[StepShape]]:
-    """Shapes to capture, smallest first: of steps with prompts, which need the most memory, and of those without."""
-    max_num_seqs, max_tokens = int(plan.config.max_num_seqs or 1), int(plan.config.max_num_batched_tokens or 1)
-    return mixed_shapes(max_num_seqs, max_tokens), decode_shapes(max_num_seqs)
-
-
-def _owners(step: HostStep, batch: ScheduledBatch) -> list[Sequence | None]:
-    """The sequence of each place whose token counts."""
-    return [batch.sequences[index] if index >= 0 else None for index in step.sampled]
-
-
 def _swap_blocks(plan: MemoryPlan, form: CacheFormat) -> int:
     return int(plan.config.swap_space * GIB) // form.block_bytes
-
-
-def _rows_in_order(step: HostStep, batch: ScheduledBatch) -> list[int]:
-    """Index among the device's tokens of each token that the batch asked for."""
-    row_of = np.full(len(batch.sequences), -1)
-    rows = np.arange(len(step.sampled))
-    asked = step.sampled >= 0
-    row_of[step.sampled[asked]] = rows[asked]
-    return row_of[np.array(batch.samples, dtype=bool)].tolist()

@@ -25,8 +25,10 @@ class SlotTables:
 
     def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
         self.padding = num_slots
-        self.device = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=device)
-        self.host = np.zeros((num_slots + 1, max_blocks), np.int32)
+        # Rows begin at whole 16 bytes, which a kernel is compiled for.
+        width = -(-max_blocks // 4) * 4
+        self.device = torch.zeros(num_slots + 1, width, dtype=torch.int32, device=device)
+        self.host = np.zeros((num_slots + 1, width), np.int32)
         self.seeds = np.zeros(num_slots + 1, np.int64)
         self.parameters = {name: np.zeros(num_slots + 1, dtype) for name, dtype in _PARAMETERS}
         self.parameters["top_p"][:] = 1.0
@@ -74,29 +76,30 @@ class SlotTables:
 
 @dataclass(frozen=True, order=True)
 class StepShape:
-    """Places in a step: the first `num_decodes` of its rows may belong to sequences with one new token, those after
-    them to up to `num_prompts` sequences with more. What is left over is padding.
+    """Places in a step. Sequences with one new token come first, then those with more; what is left over is padding.
 
     Attributes:
         num_tokens: rows.
-        num_decodes: of them for sequences with one new token.
-        num_prompts: other sequences.
+        num_decodes: places of sequences with one new token, each of which has one of the first rows.
+        num_prompts: places of other sequences.
+        num_samples: sequences of both kinds together, each of which gives a token.
     """
 
     num_tokens: int
     num_decodes: int
-    num_prompts: int = 0
+    num_prompts: int
+    num_samples: int
 
 
 @dataclass(frozen=True)
 class HostStep:
-    """One step as arrays, sequences with one new token first; every sequence has a place that gives a token.
+    """One step as arrays, sequences with one new token first.
 
     Attributes:
         arrays: name → array, in the order in which they are packed.
         shape: its places.
         max_query_len: bound on the new tokens of a sequence.
-        sampled: [num_decodes + num_prompts] index into the batch's sequences of each place whose token counts; else -1.
+        sampled: [num_samples] index into the batch's sequences of each token that counts; -1 for others.
     """
 
     arrays: dict[str, np.ndarray]
@@ -109,7 +112,7 @@ def shape_of(batch: ScheduledBatch) -> StepShape:
     """The places that a step fills."""
     counts = np.diff(batch.query_starts)
     num_decodes = int((counts == 1).sum())
-    return StepShape(batch.num_tokens, num_decodes, len(counts) - num_decodes)
+    return StepShape(batch.num_tokens, num_decodes, len(counts) - num_decodes, len(counts))
 
 
 def arrange(batch: ScheduledBatch, tables: SlotTables, block_size: int, shape: StepShape | None = None) -> HostStep:
@@ -129,24 +132,42 @@ def arrange(batch: ScheduledBatch, tables: SlotTables, block_size: int, shape: S
     if filled.num_prompts:
         rows = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in order])
         token_ids, positions = token_ids[rows], positions[rows]
-    slots = np.array(batch.slots, dtype=np.int64)[order]
+    slots, seq_lens = np.array(batch.slots, dtype=np.int64)[order], np.array(batch.seq_lens, dtype=np.int32)[order]
     block_ids = tables.host[np.repeat(slots, counts), positions // block_size].astype(np.int64)
     arrays = {
-        "token_ids": _placed(token_ids, shape.num_tokens, 0),
-        "positions": _placed(positions, shape.num_tokens, 0),
-        "slot_mapping": _placed(block_ids * block_size + positions % block_size, shape.num_tokens, -1),
+        "token_ids": _padded(token_ids, shape.num_tokens, 0),
+        "positions": _padded(positions, shape.num_tokens, 0),
+        "slot_mapping": _padded(block_ids * block_size + positions % block_size, shape.num_tokens, -1),
+        "decode_slots": _padded(slots[: filled.num_decodes], shape.num_decodes, tables.padding),
+        "decode_lens": _padded(seq_lens[: filled.num_decodes], shape.num_decodes, 0),
     }
-    gives, seq_lens = np.array(batch.samples, dtype=bool)[order], np.array(batch.seq_lens, dtype=np.int32)[order]
-    places = np.arange(len(order))
-    places[filled.num_decodes :] += shape.num_decodes - filled.num_decodes
-    arrays |= _sequence_arrays(tables, shape, places, slots, seq_lens, gives)
+    ends = np.cumsum(counts)
     if shape.num_prompts:
-        ends = np.cumsum(counts)
-        starts_of_prompts = np.concatenate(([filled.num_decodes], ends[filled.num_decodes :])).astype(np.int32)
-        arrays["sample_rows"] = _placed(ends - 1, shape.num_decodes + shape.num_prompts, 0, places)
-        arrays["query_starts"] = _placed(starts_of_prompts, shape.num_prompts + 1, starts_of_prompts[-1])
-    sampled = _placed(np.where(gives, order, -1), shape.num_decodes + shape.num_prompts, -1, places)
+        query_starts = np.concatenate(([filled.num_decodes], ends[filled.num_decodes :])).astype(np.int32)
+        arrays |= {
+            "prompt_slots": _padded(slots[filled.num_decodes :], shape.num_prompts, tables.padding),
+            "prompt_lens": _padded(seq_lens[filled.num_decodes :], shape.num_prompts, 0),
+            "query_starts": _padded(query_starts, shape.num_prompts + 1, query_starts[-1]),
+            "sample_rows": _padded(ends - 1, shape.num_samples, 0),
+        }
+    gives = np.array(batch.samples, dtype=bool)[order]
+    arrays |= _sampling_arrays(tables, _padded(slots, shape.num_samples, tables.padding), seq_lens, gives)
+    sampled = _padded(np.where(gives, order, -1), shape.num_samples, -1)
     return HostStep(arrays, shape, shape.num_tokens if captured else int(counts.max(initial=1)), sampled)
+
+
+def owners_of(step: HostStep, batch: ScheduledBatch) -> list[Sequence | None]:
+    """The sequence of each place whose token counts."""
+    return [batch.sequences[index] if index >= 0 else None for index in step.sampled]
+
+
+def rows_in_order(step: HostStep, batch: ScheduledBatch) -> list[int]:
+    """Index among the device's tokens of each token that the batch asked for."""
+    row_of = np.full(len(batch.sequences), -1)
+    rows = np.arange(len(step.sampled))
+    asked = step.sampled >= 0
+    row_of[step.sampled[asked]] = rows[asked]
+    return row_of[np.array(batch.samples, dtype=bool)].tolist()
 
 
 def padding_step(shape: StepShape, tables: SlotTables) -> HostStep:
@@ -154,29 +175,24 @@ def padding_step(shape: StepShape, tables: SlotTables) -> HostStep:
     return arrange(ScheduledBatch(), tables, 1, shape)
 
 
-def _sequence_arrays(
-    tables: SlotTables, shape: StepShape, places: np.ndarray, slots: np.ndarray, seq_lens: np.ndarray, gives: np.ndarray
+def _sampling_arrays(
+    tables: SlotTables, slots: np.ndarray, seq_lens: np.ndarray, gives: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Where each sequence's table is, how long it is, and how its token is drawn; one without a token keeps none."""
-    count = shape.num_decodes + shape.num_prompts
-    slots = _placed(slots, count, tables.padding, places)
-    draws = _placed(seq_lens, count, 0, places)
+    """How each sequence's token is drawn and where it is kept; one that counts for nothing goes to the padding slot."""
     return {
-        "slots": slots,
-        "sample_slots": np.where(_placed(gives, count, False, places), slots, tables.padding),
+        "sample_slots": np.where(_padded(gives, len(slots), False), slots, tables.padding),
         "seeds": tables.seeds[slots],
         **{name: values[slots] for name, values in tables.parameters.items()},
-        "draws": draws,
-        "seq_lens": draws,
+        "draws": _padded(seq_lens, len(slots), 0),
     }
 
 
-def _placed(values: np.ndarray, count: int, fill: int, places: np.ndarray | None = None) -> np.ndarray:
-    """`values` at `places` (the first ones) of `count`, the others filled."""
+def _padded(values: np.ndarray, count: int, fill: int) -> np.ndarray:
+    """`values` and then `fill` up to `count`."""
     if len(values) == count:
         return values
     out = np.full(count, fill, dtype=values.dtype)
-    out[slice(len(values)) if places is None else places] = values
+    out[: len(values)] = values
     return out
 
 
@@ -208,7 +224,7 @@ class Staging:
     """
 
     def __init__(self, max_tokens: int, max_places: int, device: torch.device) -> None:
-        num_bytes = 3 * 8 * max_tokens + 80 * (max_places + 1) + 16 * 32
+        num_bytes = 3 * 8 * max_tokens + 96 * (max_places + 1) + 16 * 32
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._views = [host.numpy() for host in self._hosts]

@@ -29,7 +29,10 @@ def prompt_step(plan: MemoryPlan, tables: SlotTables, num_tokens: int = 2**31) -
         "token_ids": np.zeros(num_tokens, np.int64),
         "positions": np.arange(num_tokens, dtype=np.int64) % min(length, longest),
         "slot_mapping": np.full(num_tokens, -1, np.int64),
-        "slots": padding,
+        "decode_slots": padding[:0],
+        "decode_lens": padding[:0].astype(np.int32),
+        "prompt_slots": padding,
+        "prompt_lens": np.diff(starts).astype(np.int32),
         "sample_rows": np.arange(num_rows, dtype=np.int64),
         "sample_slots": np.full(num_rows, tables.padding, np.int64),
         "seeds": np.arange(num_rows, dtype=np.int64),
@@ -38,7 +41,6 @@ def prompt_step(plan: MemoryPlan, tables: SlotTables, num_tokens: int = 2**31) -
         "top_p": np.full(num_rows, 0.9, np.float32),
         "min_p": np.zeros(num_rows, np.float32),
         "draws": np.ones(num_rows, np.int32),
-        "seq_lens": np.diff(starts).astype(np.int32),
         "query_starts": starts,
     }
-    return HostStep(arrays, StepShape(num_tokens, 0, num_seqs), length, np.arange(num_rows))
+    return HostStep(arrays, StepShape(num_tokens, 0, num_seqs, num_rows), length, np.arange(num_rows))

@@ -89,7 +89,7 @@ def serve(decoder, plan, on_card: bool, shapes=(), **sampling):
 def padded(decoder):
     """Every step runs padded: decode in four places, prompts beside it in steps of 10 and 14 rows."""
     plan = make_plan(decoder, max_num_seqs=4)
-    ours, _ = serve(decoder, plan, True, (StepShape(4, 4), StepShape(10, 4, 2), StepShape(14, 4, 3)))
+    ours, _ = serve(decoder, plan, True, (StepShape(4, 4, 0, 4), StepShape(10, 4, 2, 4), StepShape(14, 4, 3, 4)))
     return {"cuda": ours, "cpu": serve(decoder, plan, False)[0], "preemptions": 0}
 
 

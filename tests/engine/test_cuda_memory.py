@@ -138,14 +138,27 @@ def test_capture_sizes_end_at_what_may_run(one_thread, max_num_seqs, expected):
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "max_tokens", "expected"),
-    [(1, 8, [(8, 1, 1)]), (4, 32, [(32, 4, 4)]), (40, 100, [(32, 32, 8), (64, 40, 8), (100, 40, 8)])],
+    [
+        (1, 8, [(8, 1, 1, 1)]),
+        (4, 32, [(32, 4, 4, 4)]),
+        (40, 100, [(32, 32, 8, 40), (64, 40, 8, 40), (100, 40, 8, 40)]),
+    ],
 )
 def test_steps_with_prompts_have_places_for_what_may_run(one_thread, max_num_seqs, max_tokens, expected):
     from labkit.engine.cuda_graphs import mixed_shapes
     from labkit.engine.cuda_inputs import StepShape
 
-    assert mixed_shapes(max_num_seqs, max_tokens) == [StepShape(*shape) for shape in expected]
-    assert mixed_shapes(256, 10**6)[-1] == StepShape(1024, 256, 8)
+    assert mixed_shapes(max_num_seqs, max_tokens, largest=True) == [StepShape(*shape) for shape in expected]
+
+
+def test_the_largest_step_has_a_graph_where_the_card_waits_for_the_host(one_thread):
+    from labkit.engine.cuda_graphs import mixed_shapes
+    from labkit.engine.cuda_inputs import StepShape
+
+    few = mixed_shapes(256, 8192, largest=False)
+    assert few[-1] == StepShape(1024, 256, 8, 256)
+    assert mixed_shapes(256, 8192, largest=True) == [*few, StepShape(8192, 256, 64, 256)]
+    assert mixed_shapes(256, 1024, largest=True) == few
 
 
 @pytest.mark.parametrize(
@@ -156,5 +169,6 @@ def test_a_step_runs_in_the_next_larger_graph_with_room_for_its_prompts(one_thre
     from labkit.engine.cuda_graphs import next_larger
     from labkit.engine.cuda_inputs import StepShape
 
-    shape = next_larger([StepShape(32, 32, 8), StepShape(64, 40, 8)], StepShape(*filled))
+    shapes = [StepShape(32, 32, 8, 40), StepShape(64, 40, 8, 40)]
+    shape = next_larger(shapes, StepShape(*filled, filled[1] + filled[2]))
     assert (shape and shape.num_tokens) == expected

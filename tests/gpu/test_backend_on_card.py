@@ -47,4 +47,5 @@ def test_runs_under_changed_knobs_keep_the_weights(backend):
     backend.close()
     gc.collect()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() < 2**26
+    # What stays are cuBLAS's workspaces of 32 MiB, one for the steps' stream and one for that of captures.
+    assert torch.cuda.memory_allocated() < 2**27

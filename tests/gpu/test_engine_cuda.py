@@ -334,6 +334,18 @@ def test_fifty_reconfigurations_lose_no_byte(decoders):
     assert len(set(seen[1:])) == 1
 
 
+def test_engines_one_after_another_lose_no_byte(decoders):
+    import torch
+
+    left = []
+    for _ in range(4):
+        engine = make_engine(decoders["bfloat16"])
+        drain(engine, requests(max_tokens=3))
+        engine.close()
+        left.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert len(set(left[1:])) == 1
+
+
 def test_a_card_without_the_budget_free_says_what_fits(decoders, monkeypatch):
     import torch
 
