@@ -93,7 +93,7 @@ class RankGroup:
         self._leave_run()
         self._decoder = None
         shared = {
-            "size": self.size, "meeting": self._meeting, "device": self.device, "timeout_s": self._step_limit_s,
+            "size": self.size, "meeting": self._meeting, "device": self.device, "timeout_s": 2 * self._step_limit_s,
             "model": to_plain(spec), "source": source or "", "dtype": dtype, "load_format": load_format,
             "settings": settings,
         }  # fmt: skip

@@ -47,7 +47,7 @@ def count_decode_steps(
         contexts: token ids of each request that decodes.
     """
     if not hasattr(engine.executor, "attention_reads"):
-        return CountedSteps(notes=("the run was not on a card, which has counters; simulated instead",))
+        return CountedSteps(notes=("the run was not on a card, which has counters, or on several; simulated instead",))
     try:
         _fill(engine, contexts, num_steps, is_cancelled)
         return _count(engine, num_steps)

@@ -210,7 +210,7 @@ def _logit_bytes(vocab_size: int, element: int, rows: int, size: int) -> int:
     cast = 0 if element == 4 else vocab_size * (4 + element)
     if size > 1:
         # A rank's share, those of all ranks, and these put in order.
-        return max(cast, vocabulary_rows(vocab_size, size) * element * (1 + 2 * size))
+        return max(cast, (vocabulary_rows(vocab_size, size) * (1 + size) + vocab_size) * element)
     # Few rows are computed the other way round and turned (labkit.models.linear); 16-bit ones are cast.
     turned = 4 if rows <= FEW_ROWS else 0
     return cast or vocab_size * (4 + turned)

@@ -35,8 +35,8 @@ class Ranks(Protocol):
         """The sum over the ranks, in place or anew; the same bits on every rank."""
         ...
 
-    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
-        """`[rows, width]` of each rank → `[rows, size * width]`, contiguous, on every rank."""
+    def all_gather(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """`[rows, width]` of each rank → the first columns of `[rows, size * width]`, contiguous, on every rank."""
         ...
 
     def from_first(self, values: torch.Tensor) -> torch.Tensor:
@@ -59,8 +59,8 @@ class OneRank:
         """`partial`."""
         return partial
 
-    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
-        """`part`."""
+    def all_gather(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """`part`, which has no others."""
         return part
 
     def from_first(self, values: torch.Tensor) -> torch.Tensor:
@@ -100,18 +100,27 @@ class ProcessRanks:
         store.set_timeout(timedelta(seconds=MEETING_S))
         make = _nccl_group if device.type == "cuda" else _gloo_group
         self._group = make(store, rank, size)
+        if device.type == "cuda":
+            # NCCL connects at the first call, which no graph could capture.
+            self.smallest(0)
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """See `Ranks.all_reduce`; in place."""
         _wait(self._group.allreduce([partial], self._now(dist.AllreduceOptions())))
         return partial
 
-    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
         """See `Ranks.all_gather`."""
         rows, width = part.shape
         out = part.new_empty(self.size * rows, width)
         _wait(self._group._allgather_base(out, part.contiguous(), self._now(AllgatherOptions())))
-        return out.view(self.size, rows, width).transpose(0, 1).reshape(rows, self.size * width)
+        parts = out.view(self.size, rows, width)
+        if num_columns == self.size * width:
+            return parts.transpose(0, 1).reshape(rows, num_columns)
+        whole = part.new_empty(rows, num_columns)
+        for start, columns in zip(range(0, num_columns, width), parts, strict=False):
+            whole[:, start : start + width] = columns[:, : num_columns - start]
+        return whole
 
     def from_first(self, values: torch.Tensor) -> torch.Tensor:
         """See `Ranks.from_first`; in place."""

@@ -276,7 +276,7 @@ def test_ranks_sum_gather_and_agree(one_thread, dtype):
         own = parts[ranks.rank]
         return (
             ranks.all_reduce(own.clone()),
-            ranks.all_gather(own),
+            [ranks.all_gather(own, count) for count in (10, 7, 5, 2)],
             ranks.from_first(own.clone()),
             ranks.smallest(7 - ranks.rank),
         )
@@ -285,7 +285,9 @@ def test_ranks_sum_gather_and_agree(one_thread, dtype):
     for total, gathered, first, smallest in found:
         # The sum of two rounded numbers, rounded; the same bits on each rank.
         assert torch.equal(total, (parts[0].double() + parts[1].double()).to(parts.dtype))
-        assert torch.equal(gathered, torch.cat((parts[0], parts[1]), dim=1))
+        for part in gathered:
+            assert torch.equal(part, torch.cat((parts[0], parts[1]), dim=1)[:, : part.shape[1]])
+            assert part.is_contiguous()
         assert torch.equal(first, parts[0])
         assert smallest == 6
 
@@ -396,11 +398,11 @@ def test_ranks_that_stop_are_ended(shared_by):
 def session(tmp_path):
     from labkit.experiments import LabSession
 
-    # Wide enough that rows outweigh what operators take for themselves.
-    wide = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000, "head_dim": 64}
+    # Wide enough that rows outweigh what operators take for themselves; logits are the most of a step.
+    wide = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 12_000, "head_dim": 64}
     save_random_qwen(tmp_path, 6, "qwen3", 8, 4, **wide)
     config = EngineConfig(
-        cpu_memory_gib=0.1, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=128, tensor_parallel_size=2
+        cpu_memory_gib=0.1, max_model_len=256, max_num_seqs=32, max_num_batched_tokens=128, tensor_parallel_size=2
     )
     workload = synthetic_workload(4, 20, 100, seed=1)
     with LabSession(tmp_path, "cpu", workload, config=config, store=tmp_path / "runs.sqlite3") as session:
@@ -408,7 +410,8 @@ def session(tmp_path):
 
 
 def test_a_session_outlives_a_killed_rank_and_cancels(session):
-    """The worker and its rank are ended and started anew; Cancel keeps them; close leaves no process."""
+    """The worker and its rank are ended and started anew; Cancel keeps them; nothing is left of a worker that is killed
+    while its rank is stopped."""
     everyone, events = set(), []
 
     def family() -> list[psutil.Process]:
@@ -437,6 +440,9 @@ def test_a_session_outlives_a_killed_rank_and_cancels(session):
     # Head norms are kept once for each head.
     assert measured["weights"] == pytest.approx(predicted["weights"], rel=0.01)
     assert measured["activation"] == pytest.approx(predicted["activation"], rel=0.10)
+    worker, rank = family()
+    rank.suspend()
+    worker.kill()
     session.close()
     assert len(everyone) == 4
     deadline = time.monotonic() + 5
