@@ -13,8 +13,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 
 from labkit.errors import DoesNotFitError, WorkerError
 from labkit.experiments import LabSession
+from labkit.experiments.engine_backend import EngineBackend
+from labkit.experiments.run import RunOptions
 from labkit.experiments.runner import LocalRunner
+from labkit.experiments.serialise import to_plain
 from labkit.experiments.worker import Worker
+from labkit.memory import plan as make_plan
 from labkit.specs import load_gpu
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.model_spec import LayerSpec, ModelSpec
@@ -82,6 +86,25 @@ def test_swap_space_that_the_host_lacks_is_refused_with_what_works(session):
     assert caught.value.knob == "swap_space"
     assert "swap_space = " in caught.value.works
     assert session.run(workload=workload(), swap_space=0.1, preemption_mode="swap").status == "finished"
+
+
+@pytest.mark.parametrize("number", [3, 40, 150, 400, 900])
+def test_memory_that_ends_while_kernels_are_tried_and_captured(number):
+    """Also inside a capture; the next attempt in the same process works."""
+    import torch
+    from failing_memory import FailAt
+
+    backend = EngineBackend()
+    load = {"model": to_plain(SMALL), "source": "", "dtype": "auto", "load_format": "dummy", "device": "cuda"}
+    plan = make_plan(SMALL, load_gpu("H200"), CONFIG.replace(enforce_eager=False))
+    run = {"workload": to_plain(workload()), "options": to_plain(RunOptions())}
+    backend.load(load, lambda event: None, lambda: False)
+    with pytest.raises(torch.OutOfMemoryError), FailAt(number):
+        backend.configure({"plan": to_plain(plan)}, lambda event: None, lambda: False)
+    backend.configure({"plan": to_plain(plan)}, lambda event: None, lambda: False)
+    answer = backend.run(run, lambda event: None, lambda: False)
+    backend.close()
+    assert answer["status"] == "finished"
 
 
 HOLD = """
