@@ -24,8 +24,10 @@ class L2Calibration:
     Attributes:
         capacity_share: share of the L2's bytes that keep different lines, over 0 and up to 1.
         ways: lines of a hashed set; None is fully associative.
-        coalesced_near, coalesced_far: of reads of one tile in the same step, the share that is coalesced before the L2:
-            by programs next to each other in the launch, and by others at their common start.
+        partitions: 2 where SMs of each half ask their own half of the L2 first.
+        coalesced_near, coalesced_first, coalesced_far: of reads of one tile in the same step, the share that is
+            coalesced before the L2: by programs next to each other in the launch, in addition where they start at
+            once, and in addition by all at their common start.
         read_bandwidth_share: share of the data sheet's bandwidth that a reading kernel reaches, over 0 and up to 1.
         calibrated: the values were fitted to counters of this card.
         source: where they come from, to be shown.
@@ -33,7 +35,9 @@ class L2Calibration:
 
     capacity_share: float = 1.0
     ways: int | None = 16
+    partitions: int = 1
     coalesced_near: float = 0.0
+    coalesced_first: float = 0.0
     coalesced_far: float = 0.0
     read_bandwidth_share: float = 0.9
     calibrated: bool = False
@@ -44,10 +48,16 @@ class L2Calibration:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
                 raise OutOfRangeError(f"{name} is {plain(repr(value), 80)}", needed="more than 0, at most 1", knob=name)
-        for name in ("coalesced_near", "coalesced_far"):
+        for name in ("coalesced_near", "coalesced_first", "coalesced_far"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise OutOfRangeError(f"{name} is {plain(repr(value), 80)}", needed="0 to 1", knob=name)
+        if type(self.partitions) is not int or self.partitions not in (1, 2):
+            raise OutOfRangeError(
+                f"partitions is {plain(repr(self.partitions), 80)}", needed="1 or 2", knob="partitions"
+            )
+        if self.coalesced_near + self.coalesced_first + self.coalesced_far > 1:
+            raise OutOfRangeError("more than all reads are coalesced", needed="at most 1 in all", knob="coalesced_near")
         if self.ways is not None and (type(self.ways) is not int or not 1 <= self.ways <= 1024):
             raise OutOfRangeError(f"ways is {plain(repr(self.ways), 80)}", needed="1 to 1024, or null", knob="ways")
 

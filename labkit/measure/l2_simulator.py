@@ -3,7 +3,8 @@
 Programs start in launch order, as many at once as the card holds, the next one where one ends; each reads one tile of K
 and V a step. The accesses in that order go through a least-recently-used cache of the capacity that counts on the card.
 Before the L2, cards since Ampere coalesce reads of one line that come from several SMs at the same moment: these never
-reach it, so they are neither hits nor misses.
+reach it, so they are neither hits nor misses. Where the L2 has two partitions, a line that SMs of both read is fetched
+once and misses in each.
 """
 
 from __future__ import annotations
@@ -56,16 +57,45 @@ class AccessTrace:
     Attributes:
         names: int64 `[n]`, which tile.
         sizes: float64 `[n]` bytes.
+        readers: int64 `[n]`, programs that read the tile in that step.
         asked_bytes: bytes of all, repeats of one step included.
-        near_bytes, far_bytes: bytes of these repeats by programs next to each other in the launch, and by others; the
-            latter weighted by 1/√(1 + step), as programs drift apart like random walks from their common start.
+        near_bytes: bytes of these repeats by programs next to each other in the launch.
+        first_bytes: those of them by programs that start at once.
+        drift_bytes: bytes of all repeats, weighted by 1/√(1 + step), as programs drift apart like random walks from
+            their common start.
     """
 
     names: np.ndarray
     sizes: np.ndarray
+    readers: np.ndarray
     asked_bytes: float
     near_bytes: float
-    far_bytes: float
+    first_bytes: float
+    drift_bytes: float
+
+    def coalesced_bytes(self, known: L2Calibration) -> float:
+        """Bytes that are asked for and never reach the L2."""
+        return (
+            known.coalesced_near * self.near_bytes
+            + known.coalesced_first * self.first_bytes
+            + known.coalesced_far * self.drift_bytes
+        )
+
+
+@dataclass(frozen=True)
+class _Stays:
+    """How often what is fetched is read before it is pushed out: `reads[i]` times for `fetched_bytes[i]`."""
+
+    reads: np.ndarray
+    fetched_bytes: np.ndarray
+
+    def second_misses(self, share_that_arrives: float) -> float:
+        """Bytes that miss once more, in the L2's other partition: a line's home is in either, and reads come from both.
+
+        With n reads both partitions are asked with probability 1 - 2^(1-n); in half of these the home was first.
+        """
+        arriving = 1 + (self.reads - 1) * share_that_arrives
+        return float((self.fetched_bytes * (0.5 - 2.0**-arriving)).sum())
 
 
 def simulate_attention(
@@ -107,19 +137,22 @@ def simulate_calibrations(
     distances = stack_distances(trace.names, trace.sizes)
     asked = trace.asked_bytes + sum(launch.query_bytes[0] + launch.merge_bytes for launch in launches)
     queries = sum(launch.query_bytes[1] for launch in launches)
-    found, missed_kv = [], {}
+    repeats = trace.asked_bytes - float(trace.sizes.sum())
+    asked_queries = sum(launch.query_bytes[0] for launch in launches)
+    found, caches = [], {}
     for known in calibrations:
-        cache = (known.capacity_share, known.ways)
-        if cache not in missed_kv:
-            shares = hit_share(distances, (gpu.l2_bytes or 0) * known.capacity_share, known.ways)
-            missed_kv[cache] = float(((1 - shares) * trace.sizes).sum())
-        missed = missed_kv[cache] + queries
-        reads = asked - known.coalesced_near * trace.near_bytes - known.coalesced_far * trace.far_bytes
+        key = (known.capacity_share, known.ways)
+        if key not in caches:
+            misses = 1 - hit_share(distances, (gpu.l2_bytes or 0) * known.capacity_share, known.ways)
+            caches[key] = _stays(trace, misses, asked_queries, queries)
+        missed, coalesced = float(caches[key].fetched_bytes.sum()), trace.coalesced_bytes(known)
+        reads = asked - coalesced
+        second = caches[key].second_misses(1 - coalesced / repeats if repeats else 1) if known.partitions == 2 else 0.0
         floor = roofline(missed, shape.flops, ceilings or card_ceilings(gpu, known))
         counters = Counters(
             method=f"simulated (LRU of tiles, {variant}; L2 {'calibrated' if known.calibrated else 'uncalibrated'})",
             card=gpu.name,
-            l2_hit_rate=max(0.0, 1 - missed / reads),
+            l2_hit_rate=max(0.0, 1 - (missed + second) / reads),
             dram_bytes=missed,
             dram_bytes_per_s=floor.dram_bytes_per_s,
             kernel_time_s=floor.floor_s,
@@ -143,24 +176,42 @@ def access_trace(shape: AttentionShape, launches: Sequence[Programs], max_access
     total = sum(int(np.sum(-(-(launch.end - launch.start) // launch.tile))) for launch in launches)
     factor = max(1, -(-total // max_accesses))
     parts = [_expand(shape, launch, factor) for launch in launches]
-    when, names, sizes, program = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    when, names, sizes, program, is_first = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     # One sort key: the step first, then the tile; a sequence's tiles of one step lie side by side, programs in order.
     key = when * (int(names.max()) + 1) + names if len(names) else names
     order = np.argsort(key, kind="stable")
-    key, names, sizes, when, program = key[order], names[order], sizes[order], when[order], program[order]
+    columns = (key, names, sizes, when, program, is_first)
+    key, names, sizes, when, program, is_first = (column[order] for column in columns)
     is_repeat = np.diff(key, prepend=-1) == 0
     is_near = is_repeat & (np.diff(program, prepend=-2) == 1)
     first = np.flatnonzero(~is_repeat)
     largest = np.maximum.reduceat(sizes, first) if len(first) else sizes
     drift = np.sqrt(1.0 + factor * when)
     return AccessTrace(
-        names[first], largest.astype(np.float64), float(sizes.sum()), float(sizes[is_near].sum()),
-        float((sizes / drift)[is_repeat].sum()),
+        names[first], largest.astype(np.float64), np.diff(np.append(first, len(names))), float(sizes.sum()),
+        float(sizes[is_near].sum()), float(sizes[is_near & is_first].sum()), float((sizes / drift)[is_repeat].sum()),
     )  # fmt: skip
 
 
+def _stays(trace: AccessTrace, misses: np.ndarray, asked_queries: int, queries: int) -> _Stays:
+    """Reads of each fetch: of every tile all its reads over all its fetches, and of the queries.
+
+    Args:
+        misses: `[n]` share of each entry that is not in the cache.
+    """
+    _, tile = np.unique(trace.names, return_inverse=True)
+    fetches = np.bincount(tile, misses)
+    reads = np.bincount(tile, trace.readers) / np.maximum(fetches, 1e-9)
+    fetched = np.bincount(tile, misses * trace.sizes)
+    # Most tiles are alike; two digits of the number of reads are plenty.
+    alike, kind = np.unique(np.round(reads, 2), return_inverse=True)
+    of_queries = asked_queries / queries if queries else 1.0
+    return _Stays(np.append(alike, of_queries), np.append(np.bincount(kind, fetched), float(queries)))
+
+
 def _expand(shape: AttentionShape, launch: Programs, factor: int) -> tuple[np.ndarray, ...]:
-    """Step, name, bytes and program of every read of a launch, `factor` tiles at a time."""
+    """Step, name, bytes and program of every read of a launch, `factor` tiles at a time, and whether that program is
+    one of those that start at once."""
     stride = launch.tile * factor
     steps = -(-(launch.end - launch.start) // stride)
     program = np.repeat(np.arange(len(steps)), steps)
@@ -177,7 +228,8 @@ def _expand(shape: AttentionShape, launch: Programs, factor: int) -> tuple[np.nd
         some = np.flatnonzero(high > low)
         sequence = np.zeros_like(some) if is_shared else launch.sequence[program[some]] + 1
         name = (sequence * shape.num_kv_heads + launch.kv_head[program[some]]) * tokens + begin[some]
-        parts.append((when[some], name, (high - low)[some] * float(shape.head_bytes), program[some]))
+        is_first = program[some] < launch.slots
+        parts.append((when[some], name, (high - low)[some] * float(shape.head_bytes), program[some], is_first))
     return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
 

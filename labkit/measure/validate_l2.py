@@ -32,7 +32,7 @@ from labkit.specs.gpu_spec import GpuSpec
 UNPACKED = "one program for each query head"
 CAPACITY_SHARES = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 1.0)
 WAYS: tuple[int | None, ...] = (None, 4, 16)
-COALESCED_SHARES = tuple(share / 20 for share in range(20))
+COALESCED_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7)
 # Which reads of several SMs meet on their way to the L2 differs from launch to launch.
 REPEATS = 5
 # Points that ncu counts as well: plain, unpacked, shared and prefill.
@@ -112,13 +112,16 @@ def points() -> tuple[Point, ...]:
 
 
 def fit(gpu: GpuSpec, counted: Sequence[tuple[Point, Counters]]) -> L2Calibration:
-    """The share of the L2 and its ways by the DRAM bytes, then what is coalesced before it by the hit rate: the
-    smallest sums of squared errors."""
+    """The share of the L2 and its ways by the DRAM bytes, then what is coalesced before it by the hit rate; the worst
+    launches count most."""
     base = load_l2_calibration(gpu)
     caches = [replace(base, capacity_share=share, ways=ways) for share in CAPACITY_SHARES for ways in WAYS]
     best = _best(gpu, counted, caches, lambda here, there: here.dram_bytes / there.dram_bytes - 1)
-    shares = [(near, far) for near in COALESCED_SHARES for far in COALESCED_SHARES if near + far <= 1]
-    tried = [replace(best, coalesced_near=near, coalesced_far=far) for near, far in shares]
+    tried = [
+        replace(best, coalesced_near=near, coalesced_first=first, coalesced_far=far)
+        for near, first, far in itertools.product(COALESCED_SHARES, repeat=3)
+        if near + first + far <= 1
+    ]
     best = _best(gpu, counted, tried, lambda here, there: here.l2_hit_rate - there.l2_hit_rate)
     return replace(best, calibrated=True, source=f"fitted to {len(counted)} counted launches")
 
@@ -127,11 +130,11 @@ def _best(
     gpu: GpuSpec, counted: Sequence[tuple[Point, Counters]], tried: Sequence[L2Calibration],
     error: Callable[[Counters, Counters], float],
 ) -> L2Calibration:  # fmt: skip
-    """The calibration with the smallest sum of squares of `error` of simulated and counted."""
+    """The calibration with the smallest sum of fourth powers of `error` of simulated and counted."""
     errors = [0.0] * len(tried)
     for point, counters in counted:
         for index, prediction in enumerate(simulate_calibrations(point.shape, gpu, point.variant, tried)):
-            errors[index] += error(prediction.counters, counters) ** 2
+            errors[index] += error(prediction.counters, counters) ** 4
     return tried[errors.index(min(errors))]
 
 

@@ -1,5 +1,6 @@
 """The simulated launches have the hit rates that arithmetic gives and that counters of an H200 showed."""
 
+import dataclasses
 import time
 
 import numpy as np
@@ -20,7 +21,11 @@ H200 = catalogue_gpu("H200")
 UNPACKED = "one program for each query head"
 
 
-def hit(batch, variant="full", gpu=H200, calibration=None, **shape):
+# One cache, nothing before it: what arithmetic speaks of.
+PLAIN = L2Calibration(0.5, 16)
+
+
+def hit(batch, variant="full", gpu=H200, calibration=PLAIN, **shape):
     return simulate_attention(AttentionShape(batch, **shape), gpu, variant, calibration=calibration).counters
 
 
@@ -229,3 +234,53 @@ def test_roofline_by_hand():
             roofline(bad[0], bad[1], ceilings, bad[2])
     with pytest.raises(UnsupportedError):
         card_ceilings(cpu_gpu())
+
+
+@pytest.mark.parametrize(("group", "counted"), [(2, 1.19), (4, 1.41), (8, 1.47)])
+def test_a_line_that_both_partitions_read_misses_in_each(group, counted):
+    """By hand 1 + (1 - 2^(1-n)) / 2 misses for each fetch with n reads; an H200 counted a little less, as some of the
+    reads never arrive (lookup misses over DRAM sectors, 64 × 4096, a program for each of n query heads)."""
+    batch = BatchShape.decode(64, 4096)
+    shape = AttentionShape(batch, num_heads=8 * group)
+    one, two, real = (
+        simulate_attention(shape, H200, UNPACKED, calibration=known)
+        for known in (PLAIN, dataclasses.replace(PLAIN, partitions=2), None)
+    )
+    misses = [each.l2_read_bytes * (1 - each.counters.l2_hit_rate) / each.counters.dram_bytes for each in (one, two)]
+    assert misses == pytest.approx([1, 1 + (1 - 2 ** (1 - group)) / 2], rel=0.001)
+    assert one.counters.dram_bytes == two.counters.dram_bytes == real.counters.dram_bytes
+    assert real.l2_read_bytes * (1 - real.counters.l2_hit_rate) / real.counters.dram_bytes == pytest.approx(
+        counted, abs=0.08
+    )
+
+
+@pytest.mark.parametrize(
+    ("variant", "shape", "counted"),
+    [
+        (UNPACKED, {"num_heads": 16}, 52.4), (UNPACKED, {"num_heads": 32}, 97.4), (UNPACKED, {"num_heads": 64}, 193.2),
+        ("full", {}, 33.59),
+    ],
+)  # fmt: skip
+def test_reads_that_arrive_as_counted_on_an_h200(variant, shape, counted):
+    """Million sectors of reads at the L2, 64 × 4096; 33.6 times the programs of a KV head are asked for."""
+    found = simulate_attention(AttentionShape(BatchShape.decode(64, 4096), **shape), H200, variant)
+    assert found.l2_read_bytes / 32e6 == pytest.approx(counted, rel=0.13)
+
+
+def test_what_is_coalesced_by_hand():
+    """8 programs of 2 sequences, 2 KV heads, 2 query heads each, two tiles of 64: neighbours read the same tile."""
+    shape = AttentionShape(BatchShape((128, 128), (1, 1), 128), num_heads=4, num_kv_heads=2, block_size=16)
+    launches = build_launches(shape, H200, UNPACKED, programs_per_sm=1)
+    trace = access_trace(shape, launches)
+    tile = 64 * 512
+    steps = [int(size) for size in trace.sizes / tile]
+    assert (len(trace.names), set(steps)) == (4, {1})
+    assert trace.readers.tolist() == [4] * 4
+    assert trace.asked_bytes == 16 * tile
+    assert trace.near_bytes == trace.first_bytes == 8 * tile
+    assert trace.drift_bytes == pytest.approx((6 + 6 / 2**0.5) * tile)
+    known = L2Calibration(coalesced_near=0.2, coalesced_first=0.1, coalesced_far=0.4)
+    expected = (0.3 * 8 + 0.4 * (6 + 6 / 2**0.5)) * tile
+    assert trace.coalesced_bytes(known) == pytest.approx(expected)
+    found = simulate_attention(shape, H200, UNPACKED, calibration=known, programs_per_sm=1)
+    assert found.asked_bytes - found.l2_read_bytes == pytest.approx(expected)

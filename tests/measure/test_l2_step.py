@@ -6,6 +6,7 @@ import pytest
 
 from labkit.errors import OutOfRangeError, UnsupportedError
 from labkit.measure.attention_shape import AttentionShape, BatchShape
+from labkit.measure.l2_calibration import L2Calibration
 from labkit.measure.l2_simulator import simulate_attention
 from labkit.measure.l2_step import fullest_decode, simulate_run, simulate_step
 from labkit.measure.run_record import RequestRow, RunRecord, StepRow
@@ -81,7 +82,9 @@ def test_eight_bit_kv_halves_the_bytes():
 
 
 def test_a_program_for_each_query_head_and_prompts():
-    decode = simulate(BatchShape.decode(64, 4096), variant="one program for each query head")
+    unpacked, one_cache = "one program for each query head", L2Calibration()
+    decode = simulate_step(model(), H200, EngineConfig(), BatchShape.decode(64, 4096), variant=unpacked,
+                           calibration=one_cache)  # fmt: skip
     assert decode.l2_hit_rate == pytest.approx(1 - 1 / 4, abs=0.01)
     assert "each query head" in decode.method
     assert "prefill" in simulate(BatchShape((16384,), (1024,))).method

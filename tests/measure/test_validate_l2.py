@@ -53,7 +53,7 @@ def made(points, gpu, calibration):
 @pytest.mark.parametrize("share", [0.4, 0.9])
 def test_the_fit_finds_the_settings_that_made_the_counts(monkeypatch, sensitive, small_card, share):
     monkeypatch.setattr(validate_l2, "CAPACITY_SHARES", (0.4, 0.65, 0.9))
-    truth = L2Calibration(share, 16)
+    truth = L2Calibration(share, 16, partitions=2, coalesced_near=0.2, coalesced_far=0.3)
     counted = made(sensitive, small_card, truth)
     found = validate_l2.fit(small_card, counted)
     assert (found.capacity_share, found.ways, found.calibrated) == (share, 16, True)
