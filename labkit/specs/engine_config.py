@@ -229,7 +229,8 @@ class EngineConfig:
     quantization: str | None = _knob(
         None,
         "--quantization",
-        "Weight format, where the model folder does not say it.",
+        "Weight format, where the model folder does not say it: fp8 is made of 16-bit weights at loading, half "
+        "their memory. labkit's engine runs fp8 and awq.",
         str,
         optional=True,
     )
