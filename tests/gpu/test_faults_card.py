@@ -88,7 +88,7 @@ def test_swap_space_that_the_host_lacks_is_refused_with_what_works(session):
     assert session.run(workload=workload(), swap_space=0.1, preemption_mode="swap").status == "finished"
 
 
-@pytest.mark.parametrize("number", [3, 40, 150, 350, 600])
+@pytest.mark.parametrize("number", [40, 150, 600])
 def test_memory_that_ends_while_kernels_are_tried_and_captured(number):
     """Also inside a capture; the next attempt in the same process works."""
     import torch
