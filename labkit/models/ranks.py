@@ -160,7 +160,9 @@ def _gloo_group(store: Any, rank: int, size: int) -> Any:
 def _nccl_group(store: Any, rank: int, size: int) -> Any:
     # Where NCCL's processes meet; data goes from card to card.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+    options = dist.ProcessGroupNCCL.Options()
+    options.global_ranks_in_group = list(range(size))
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def _wait(work: Any) -> None:
