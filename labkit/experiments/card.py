@@ -38,7 +38,7 @@ def check_cards(gpu: GpuSpec, config: EngineConfig) -> None:
             f"{cards or 'none of the kind'}; the plan for {size} holds all the same",
             needed=f"{size} × {name}",
             available=f"{cards} × {name}",
-            works=f"tensor_parallel_size up to {max(1, cards)}, or gpu='cpu', where ranks are processes",
+            works=f"tensor_parallel_size {f'up to {cards}' if cards > 1 else '= 1'}, or gpu='cpu', where ranks are processes",
             knob="tensor_parallel_size",
         )
 
