@@ -1,7 +1,8 @@
 """Hardware counters of user ranges through CUPTI's range profiler, by ctypes on the library that torch brings.
 
 A range may run more than once: the counters that a card collects together are one pass. `RangeProfiler.run` repeats a
-call until all passes are in; a metric set of one pass is needed where the code must run once only.
+call until all passes are in; a metric set of one pass is needed where the code must run once only. A pass costs about
+50 ms whatever is counted, so repeated counts of a call are ranges of the same passes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from labkit.text import plain
 
 LIBRARY_NAMES = ("libcupti.so.13", "libcupti.so.12")
 SUPPORTED = 3
-RANGE_NAME = b"labkit"
 # What to do about CUPTI's errors (cupti_result.h); other codes are shown with CUPTI's own words.
 CURES: Mapping[int, str] = MappingProxyType(
     {
@@ -154,15 +154,19 @@ class RangeProfiler:
         device_index: the card's index as CUDA counts.
         context: CUcontext; None takes the current one.
         cupti: the library, for tests.
+        max_ranges: ranges of a pass, at most.
 
     Raises:
         CountersUnavailable: why not, with the cure.
     """
 
     def __init__(
-        self, metrics: Sequence[str], device_index: int = 0, context: int | None = None, cupti: Cupti | None = None
-    ) -> None:
+        self, metrics: Sequence[str], device_index: int = 0, context: int | None = None, cupti: Cupti | None = None,
+        max_ranges: int = 1,
+    ) -> None:  # fmt: skip
         self.metrics = tuple(metrics)
+        self._max_ranges = max_ranges
+        self._range_names = [f"labkit {index}".encode() for index in range(max_ranges)]
         self._names = (ctypes.c_char_p * len(self.metrics))(*(name.encode() for name in self.metrics))
         self._host = self._range = self._initialized = None
         self._cupti = cupti or Cupti()
@@ -199,13 +203,13 @@ class RangeProfiler:
         self.num_passes = int(call(c.HostGetNumOfPasses(**config)).numOfPasses)
         self._range = call(c.RangeEnable(ctx=self._context)).pRangeProfilerObject
         size = call(c.RangeGetCounterDataSize(
-            pRangeProfilerObject=self._range, pMetricNames=self._names, numMetrics=len(self.metrics), maxNumOfRanges=1,
-            maxNumRangeTreeNodes=1,
+            pRangeProfilerObject=self._range, pMetricNames=self._names, numMetrics=len(self.metrics),
+            maxNumOfRanges=self._max_ranges, maxNumRangeTreeNodes=self._max_ranges,
         )).counterDataSize  # fmt: skip
         self._data = ctypes.create_string_buffer(size)
 
     def _configure(self) -> None:
-        """An empty image for one range, and the passes from the first."""
+        """An empty image for the ranges, and the passes from the first."""
         data, size = ctypes.addressof(self._data), len(self._data)
         ctypes.memset(data, 0, size)
         self._cupti.call(c.RangeCounterDataImageInitialize(
@@ -214,31 +218,36 @@ class RangeProfiler:
         self._cupti.call(c.RangeSetConfig(
             pRangeProfilerObject=self._range, configSize=len(self._config), pConfig=ctypes.addressof(self._config),
             counterDataImageSize=size, pCounterDataImage=data, range=c.USER_RANGE, replayMode=c.USER_REPLAY,
-            maxRangesPerPass=1, numNestingLevels=1, minNestingLevel=1, passIndex=0, targetNestingLevel=1,
+            maxRangesPerPass=self._max_ranges, numNestingLevels=1, minNestingLevel=1, passIndex=0, targetNestingLevel=1,
         ))  # fmt: skip
 
     def run(
         self, call: Callable[[], object], synchronize: Callable[[], object],
         before: Callable[[], object] = lambda: None,
-    ) -> dict[str, float]:  # fmt: skip
-        """Metric → value over one execution of `call`, which runs once for each pass.
+    ) -> tuple[dict[str, float], ...]:  # fmt: skip
+        """Metric → value for each of `max_ranges` executions of `call`, which all run once for each pass.
 
         Args:
             synchronize: waits until the card is done; counters cover finished work.
-            before: runs before each pass outside the range, such as a flush of the L2.
+            before: runs before each execution outside its range, such as a flush of the L2.
         """
         self._configure()
         for _ in range(max(1, self.num_passes)):
-            before()
-            synchronize()
-            self.begin()
+            self._start()
             try:
-                call()
-                synchronize()
+                for index in range(self._max_ranges):
+                    before()
+                    synchronize()
+                    self._push(index)
+                    try:
+                        call()
+                        synchronize()
+                    finally:
+                        self._pop()
             finally:
-                submitted = self.end()
+                submitted = self._stop()
             if submitted:
-                return self.read()
+                return self.read_all()
         raise CountersUnavailable(f"the card did not deliver all of {self.num_passes} passes", works="fewer metrics")
 
     def configure_once(self) -> None:
@@ -256,26 +265,52 @@ class RangeProfiler:
 
     def begin(self) -> None:
         """Counting begins; the card is idle."""
-        self._cupti.call(c.RangeStart(pRangeProfilerObject=self._range))
-        self._cupti.call(c.RangePush(pRangeProfilerObject=self._range, pRangeName=RANGE_NAME))
+        self._start()
+        self._push(0)
 
     def end(self) -> bool:
         """Counting ends; the card is idle. True when all passes are in."""
-        self._cupti.call(c.RangePop(pRangeProfilerObject=self._range))
-        return bool(self._cupti.call(c.RangeStop(pRangeProfilerObject=self._range)).isAllPassSubmitted)
+        self._pop()
+        return self._stop()
 
     def read(self) -> dict[str, float]:
         """The values of the range that just ended."""
+        return self.read_all()[0]
+
+    def read_all(self) -> tuple[dict[str, float], ...]:
+        """The values of each range of the passes that just ended.
+
+        Raises:
+            CountersUnavailable: there are fewer than were pushed.
+        """
         self._cupti.call(c.RangeDecodeData(pRangeProfilerObject=self._range))
         image = {"pCounterDataImage": ctypes.addressof(self._data), "counterDataImageSize": len(self._data)}
-        if self._cupti.call(c.RangeGetCounterDataInfo(**image)).numTotalRanges < 1:
-            raise CountersUnavailable("the card counted no range", works="work on the card between begin and end")
+        found = self._cupti.call(c.RangeGetCounterDataInfo(**image)).numTotalRanges
+        if found < self._max_ranges:
+            raise CountersUnavailable(
+                f"the card counted {found} of {self._max_ranges} ranges", works="work on the card in each range"
+            )
+        return tuple(self._evaluate(index, image) for index in range(self._max_ranges))
+
+    def _evaluate(self, index: int, image: Mapping[str, int]) -> dict[str, float]:
         values = (ctypes.c_double * len(self.metrics))()
         self._cupti.call(c.HostEvaluateToGpuValues(
-            pHostObject=self._host, rangeIndex=0, ppMetricNames=self._names, numMetrics=len(self.metrics),
+            pHostObject=self._host, rangeIndex=index, ppMetricNames=self._names, numMetrics=len(self.metrics),
             pMetricValues=values, **image,
         ))  # fmt: skip
         return dict(zip(self.metrics, values, strict=True))
+
+    def _start(self) -> None:
+        self._cupti.call(c.RangeStart(pRangeProfilerObject=self._range))
+
+    def _push(self, index: int) -> None:
+        self._cupti.call(c.RangePush(pRangeProfilerObject=self._range, pRangeName=self._range_names[index]))
+
+    def _pop(self) -> None:
+        self._cupti.call(c.RangePop(pRangeProfilerObject=self._range))
+
+    def _stop(self) -> bool:
+        return bool(self._cupti.call(c.RangeStop(pRangeProfilerObject=self._range)).isAllPassSubmitted)
 
     def close(self) -> None:
         """Let go of the card's counters; more than once is fine."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from labkit.errors import OutOfRangeError, UnsupportedError
 from labkit.measure.attention_shape import AttentionShape, check_variant
-from labkit.measure.counters import Counted, counters
+from labkit.measure.counters import METRICS, Counted, counters
 from labkit.measure.l2_simulator import simulate_attention
 from labkit.measure.run_record import Counters
 from labkit.specs.gpu_spec import GpuSpec
@@ -160,10 +160,11 @@ class CardCounter:
 
     Args:
         repeats: how often each launch is counted; the values are means.
+        metrics: what is counted.
     """
 
-    def __init__(self, repeats: int = 1) -> None:
-        self._repeats = repeats
+    def __init__(self, repeats: int = 3, metrics: Sequence[str] = METRICS) -> None:
+        self._repeats, self._metrics = repeats, tuple(metrics)
         if not torch.cuda.is_available():
             raise UnsupportedError("no NVIDIA card here has anything to count", works="the simulation")
         self._flush = cold_l2()
@@ -174,7 +175,7 @@ class CardCounter:
         call()
         torch.cuda.synchronize()
         scope = counters(
-            card=gpu.name, device_index=torch.cuda.current_device(),
+            self._metrics, card=gpu.name, device_index=torch.cuda.current_device(),
             simulated=lambda: simulate_attention(shape, gpu, variant).counters,
         )  # fmt: skip
         result = scope.count(call, before=self._flush, repeats=self._repeats)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from labkit.engine.engine import Engine, StepResult
+from labkit.engine.engine import Engine
 from labkit.engine.sampling_params import EngineRequest, SamplingParams
 from labkit.errors import DoesNotFitError, LabkitError, UnsupportedError
 from labkit.measure.attention_shape import AttentionShape, BatchShape
@@ -26,6 +26,8 @@ from labkit.text import plain
 MAX_PREFILL_STEPS = 10_000
 # Steps that a request may decode while prompts behind it are still computed, beyond one for each step of prompts.
 SPARE_STEPS = 8
+# A counted step takes one for each pass of each set of metrics, and a timed one.
+STEPS_FOR_ONE = 8
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def _fill(engine: Engine, contexts: Sequence[Sequence[int]], num_steps: int, is_
     """
     config = engine.plan.config
     budget, longest = int(config.max_num_batched_tokens or 1), int(config.max_model_len or 1)
-    extra = 2 * num_steps + SPARE_STEPS + sum(map(len, contexts)) // budget
+    extra = STEPS_FOR_ONE * num_steps + SPARE_STEPS + sum(map(len, contexts)) // budget
     for index, tokens in enumerate(contexts):
         prompt = tuple(tokens)[: max(1, min(len(tokens), longest) - extra)]
         output = min(extra + SPARE_STEPS, longest - len(prompt))
@@ -92,22 +94,14 @@ def _count(engine: Engine, num_steps: int) -> CountedSteps:
     torch.cuda.synchronize()
     step_s = statistics.median(begin.elapsed_time(end) for begin, end in executor.times) / 1e3
     executor.times = None
-    card, parts = engine.plan.gpu.name, []
-    notes: tuple[str, ...] = ()
-    for _ in range(num_steps):
-        with counters(card=card, device_index=torch.cuda.current_device()) as counting:
-            result: StepResult = engine.step()
-        notes = counting.result.notes
-        if counting.result.counters is None:
-            break
-        parts.append(dict(counting.result.values))
-    step = None
-    if parts:
-        scope = f"a decode step of {result.num_running} requests, all kernels"
-        mean = {name: value / len(parts) if ".pct" not in name else value for name, value in _sum(parts).items()}
-        step = _timed(to_counters(mean, "measured (CUPTI range profiler)", card), step_s, scope)
+    # A step cannot be repeated; the next one is as good as the same for another pass.
+    result = counters(card=engine.plan.gpu.name, device_index=torch.cuda.current_device()).count(
+        engine.step, repeats=num_steps
+    )
+    scope = f"a decode step of {len(engine.scheduler.running)} requests, all kernels"
+    step = None if result.counters is None else _timed(result.counters, step_s, scope)
     attention, more = _count_attention(engine)
-    return CountedSteps(step, attention, tuple(dict.fromkeys((*notes, *more))))
+    return CountedSteps(step, attention, tuple(dict.fromkeys((*result.notes, *more))))
 
 
 def _count_attention(engine: Engine) -> tuple[Counters | None, tuple[str, ...]]:

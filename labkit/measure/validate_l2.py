@@ -189,7 +189,7 @@ def count_all(gpu: GpuSpec) -> tuple[list[tuple[Point, Counters]], list[dict[str
 
     from labkit.measure.kernel_launches import CardCounter
 
-    counter, counted, refused = CardCounter(REPEATS), [], []
+    counter, counted, refused = CardCounter(REPEATS, CORE_METRICS), [], []
     for point in points():
         begin = time.perf_counter()
         try:

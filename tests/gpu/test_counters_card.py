@@ -55,10 +55,12 @@ def test_a_program_for_each_query_head_reads_no_more_from_dram(counter, gpu):
     assert found.l2_hit_rate <= 0.76
 
 
-@pytest.mark.parametrize("variant", ["full", "one program for each query head"])
-def test_what_misses_comes_from_dram(counter, gpu, variant):
+@pytest.mark.parametrize(("variant", "most"), [("full", 1.02), ("one program for each query head", 1.5)])
+def test_what_misses_comes_from_dram(counter, gpu, variant, most):
+    """Once for each byte; where several programs read it, perhaps once more in the other half of the L2."""
     found = count(counter, gpu, variant).counters
-    assert found.l2_read_bytes * (1 - found.l2_hit_rate) == pytest.approx(found.dram_bytes, rel=0.05)
+    misses = found.l2_read_bytes * (1 - found.l2_hit_rate)
+    assert 0.98 < misses / found.dram_bytes < most
 
 
 def test_all_metrics_are_there(counter, gpu):

@@ -8,7 +8,7 @@ class FakeCupti:
 
     def __init__(self, values=(), passes=1, fail=None, supported=3):
         self.values, self.passes, self.fail, self.supported = list(values), passes, fail or {}, supported
-        self.calls, self.submitted = [], 0
+        self.calls, self.submitted, self.pushed = [], 0, []
 
     def call(self, params):
         from labkit.measure.cupti import Cupti
@@ -66,14 +66,22 @@ class FakeCupti:
         assert (params.range, params.replayMode, params.numNestingLevels, params.targetNestingLevel) == (2, 3, 1, 1)
         assert params.counterDataImageSize == 128
 
+    def _cuptiRangeProfilerStart(self, params):
+        self.pushed = []
+
+    def _cuptiRangeProfilerPushRange(self, params):
+        assert params.pRangeName not in self.pushed
+        self.pushed.append(params.pRangeName)
+
     def _cuptiRangeProfilerStop(self, params):
         self.submitted += 1
         params.isAllPassSubmitted = self.submitted % self.passes == 0
 
     def _cuptiRangeProfilerGetCounterDataInfo(self, params):
-        params.numTotalRanges = 1
+        params.numTotalRanges = len(self.pushed)
 
     def _cuptiProfilerHostEvaluateToGpuValues(self, params):
+        assert params.rangeIndex < len(self.pushed)
         values = ctypes.cast(params.pMetricValues, ctypes.POINTER(ctypes.c_double))
         for index in range(params.numMetrics):
             values[index] = self.values[index]

@@ -14,7 +14,7 @@ from labkit.measure.cupti import CountersUnavailable, RangeProfiler
 from labkit.measure.ncu import NcuKernel
 from labkit.measure.run_record import Counters
 
-VALUES = (1000.0, 750.0, 8000.0, 4000.0, 100.0, 25.0, 50.0)
+VALUES = (1000.0, 250.0, 8000.0, 4000.0, 100.0, 25.0, 50.0)
 SIMULATED = Counters("simulated (test)", "H200", 0.5, 10.0, 5.0, 2.0)
 
 
@@ -24,7 +24,7 @@ def _allowed(monkeypatch):
 
 
 def opener(fake):
-    return lambda metrics, device: RangeProfiler(metrics, device, context=5, cupti=fake)
+    return lambda metrics, device, **more: RangeProfiler(metrics, device, context=5, cupti=fake, **more)
 
 
 def scope(fake, **rest):
@@ -74,7 +74,7 @@ def test_core_metrics_of_a_call_are_counted_by_themselves():
     """Reads and hits of one pass, whatever the others need."""
     asked = []
 
-    def open_profiler(metrics, device):
+    def open_profiler(metrics, device, max_ranges=1):
         asked.append(metrics)
         return RangeProfiler(
             metrics, device, context=5, cupti=FakeCupti(VALUES if metrics == CORE_METRICS else (1, 2, 3))
@@ -87,18 +87,35 @@ def test_core_metrics_of_a_call_are_counted_by_themselves():
     assert (result.counters.warps_active_share, result.counters.tensor_active_share) == (0.02, 0.03)
 
 
-def test_repeated_counts_are_means():
-    hits = iter((300.0, 700.0))
+class Varying(FakeCupti):
+    """The ranges of a pass have 700 and 300 misses; where a pass holds one range, they come in turn."""
 
-    class Varying(FakeCupti):
-        def _cuptiRangeProfilerStop(self, params):
-            self.values = [1000.0, next(hits), 8000.0, 4000.0]
-            params.isAllPassSubmitted = 1
+    def __init__(self, merges=False, reads=(1000.0, 1000.0)):
+        super().__init__()
+        self.merges, self.reads, self.turn = merges, reads, 0
 
-    result = counters(
-        CORE_METRICS, synchronize=lambda: None, open_profiler=opener(Varying())
-    ).count(lambda: None, repeats=2)  # fmt: skip
-    assert result.counters.l2_hit_rate == 0.5
+    def _cuptiRangeProfilerGetCounterDataInfo(self, params):
+        params.numTotalRanges = 1 if self.merges else len(self.pushed)
+
+    def _cuptiProfilerHostEvaluateToGpuValues(self, params):
+        which, self.turn = self.turn % 2, self.turn + 1
+        self.values = [self.reads[which], (700.0, 300.0)[which], 8000.0, 4000.0]
+        super()._cuptiProfilerHostEvaluateToGpuValues(params)
+
+
+@pytest.mark.parametrize("fake", [Varying(), Varying(merges=True), Varying(reads=(1000.0, 900.0))])
+def test_repeated_counts_are_means(fake):
+    """As ranges of the same passes; where a library merges these, one after another."""
+    scope = counters(CORE_METRICS, synchronize=lambda: None, open_profiler=opener(fake))
+    result = scope.count(lambda: None, repeats=2)
+    assert result.counters.l2_hit_rate == pytest.approx(1 - 500 / (sum(fake.reads) / 2))
+    assert fake.calls.count("cuptiRangeProfilerStart") == (3 if fake.merges else 1)
+
+
+def test_counts_of_one_call_that_are_not_alike_are_refused():
+    scope = counters(CORE_METRICS, synchronize=lambda: None, open_profiler=opener(Varying(reads=(1000.0, 400.0))))
+    scope.count(lambda: None, repeats=2)
+    assert scope.result.counters.dram_bytes == 8000.0  # one after another: each was a count of its own
 
 
 def replayed(values):

@@ -42,12 +42,31 @@ def test_a_call_runs_once_for_each_pass(passes):
     fake, log = FakeCupti((7.0, 8.5), passes), []
     with profiler(fake) as open_profiler:
         values = open_profiler.run(lambda: log.append("call"), lambda: None, lambda: log.append("before"))
-    assert values == {"a.sum": 7.0, "b.sum": 8.5}
+    assert values == ({"a.sum": 7.0, "b.sum": 8.5},)
     assert log == ["before", "call"] * passes
     one = [f"cuptiRangeProfiler{name}" for name in ("Start", "PushRange", "PopRange", "Stop")]
     assert [name for name in fake.calls if name in one] == one * passes
     closing = ["cuptiRangeProfilerDisable", "cuptiProfilerHostDeinitialize", "cuptiProfilerDeInitialize"]
     assert fake.calls[-3:] == closing
+
+
+def test_repeated_counts_are_ranges_of_the_same_passes():
+    fake, log = FakeCupti((7.0, 8.5), 2), []
+    with RangeProfiler(("a.sum", "b.sum"), context=5, cupti=fake, max_ranges=3) as open_profiler:
+        values = open_profiler.run(lambda: log.append("call"), lambda: None, lambda: log.append("before"))
+    assert values == ({"a.sum": 7.0, "b.sum": 8.5},) * 3
+    assert log == ["before", "call"] * 6
+    assert fake.calls.count("cuptiRangeProfilerStart") == fake.calls.count("cuptiRangeProfilerStop") == 2
+
+
+def test_fewer_ranges_than_were_pushed_are_refused():
+    class Merges(FakeCupti):
+        def _cuptiRangeProfilerGetCounterDataInfo(self, params):
+            params.numTotalRanges = 1
+
+    open_profiler = RangeProfiler(("a.sum",), context=5, cupti=Merges((7.0,)), max_ranges=2)
+    with open_profiler, pytest.raises(CountersUnavailable, match="1 of 2 ranges"):
+        open_profiler.run(lambda: None, lambda: None)
 
 
 def test_code_that_runs_once_needs_one_pass():

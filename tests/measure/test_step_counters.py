@@ -37,7 +37,7 @@ class CardExecutor(VirtualExecutor):
 
 
 class PlayedCounters:
-    """Counts 1,000 reads, 250 hits, 8,000 bytes and 2 ms of whatever runs, by the method that is asked for."""
+    """Counts 1,000 reads, 750 misses, 8,000 bytes and 2 ms of whatever runs, by the method that is asked for."""
 
     def __init__(self, method="measured (CUPTI range profiler)", notes=()):
         self.method, self.notes, self.blocks, self.replays = method, notes, 0, []
@@ -46,21 +46,16 @@ class PlayedCounters:
         self.replays.append(replay)
         return self
 
-    def __enter__(self):
-        self.blocks += 1
-        return self
-
-    def __exit__(self, *_):
-        self.result = self._counted()
-
-    def count(self, call, before):
-        call()
+    def count(self, call, before=None, repeats=1):
+        self.blocks += repeats if before is None else 0
+        for _ in range(2 * repeats):  # two passes
+            call()
         return self._counted()
 
     def _counted(self):
         if self.method is None:
             return Counted(notes=self.notes)
-        values = dict(zip(CORE_METRICS, (1000.0, 250.0, 8000.0, 2e-3), strict=True)) | {OCCUPANCY: 0.25}
+        values = dict(zip(CORE_METRICS, (1000.0, 750.0, 8000.0, 2e-3), strict=True)) | {OCCUPANCY: 0.25}
         return Counted(Counters(self.method, "card", 0.25, 8000.0, 4e6, 2e-3), values, self.notes)
 
 
@@ -91,12 +86,12 @@ def test_steps_are_timed_then_counted_and_attention_by_itself(played):
     engine, executor = make_engine()
     found = count_decode_steps(engine, prompts(100, 120, 90), 2)
     first = next(index for index, (prefill, decode) in enumerate(executor.steps) if decode and not prefill)
-    assert executor.steps[first:][:5] == [(0, 3)] * 5
+    assert executor.steps[first:][:7] == [(0, 3)] * 7
     assert played.blocks == 2
     assert found.step.scope == "a decode step of 3 requests, all kernels"
     assert (found.step.l2_hit_rate, found.step.dram_bytes, found.step.kernel_time_s) == (0.25, 8000.0, 3e-3)
     assert found.step.dram_bytes_per_s == pytest.approx(8000 / 3e-3)
-    assert executor.launched == [0, 2, 1]
+    assert executor.launched == [0, 2, 0, 2, 1, 1]
     assert found.attention.scope == "attention of a decode step of 3 requests"
     assert (found.attention.dram_bytes, found.attention.kernel_time_s) == (16_000.0, 1e-3)
     assert found.attention.warps_active_share == 0.25
@@ -126,7 +121,7 @@ def test_nothing_counted_is_said_once_with_the_cure(played):
     found = count_decode_steps(engine, prompts(50, 50), 3)
     assert (found.step, found.attention) == (None, None)
     assert found.notes == ("CUPTI: may not (would work: root)",)
-    assert played.blocks == 1
+    assert played.blocks == 3
     assert not engine.has_unfinished
 
 
