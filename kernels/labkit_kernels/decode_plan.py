@@ -213,7 +213,8 @@ class DecodeWorkspace:
         if self.fixed:
             self.max_items = self.max_batch * -(-tiles // self.fixed_chunk)
         else:
-            self.max_items = self.max_batch + min(int(self.slots_per_head) + 1, self.max_batch * max(tiles - 1, 0))
+            # Programs without an item still cost: for one sequence no more than the card holds at once.
+            self.max_items = min(self.max_batch - 1 + int(self.slots_per_head), self.max_batch * max(tiles, 1))
         ints = {"dtype": torch.int32, "device": device}
         self.meta = torch.zeros(4, **ints)
         self.items = torch.zeros(ITEM_FIELDS, self.max_items, **ints)

@@ -150,20 +150,6 @@ def block_ids(table, start, offsets, end, BLOCK_SIZE: tl.constexpr, TILE: tl.con
 
 
 @triton.jit
-def prefetch_block_ids(table, start, end, BLOCK_SIZE: tl.constexpr, ASM: tl.constexpr):
-    """Asks the L2 for the table's lines from token `start` to `end`, the first 128 of them, 32 ids each.
-
-    Ids are read one tile ahead, which is too late for a line that must come from the device's memory.
-    """
-    if ASM and start < end:
-        at = tl.minimum(start // BLOCK_SIZE + tl.arange(0, 128) * 32, (end - 1) // BLOCK_SIZE)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(table + at).to(tl.int64)], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def row_offsets(
     blocks, start, offsets, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip

@@ -19,7 +19,6 @@ from labkit_kernels.ops import (
     cache_kind,
     load_rows,
     overlaps_launches,
-    prefetch_block_ids,
     readable,
     row_offsets,
     soft_cap,
@@ -280,7 +279,6 @@ def _decode_kernel(
     k_base, v_base = k_cache + kv_head * k_stride_head, v_cache + kv_head * v_stride_head
     ks_base, vs_base = k_tokens + kv_head * ts_stride_head, v_tokens + kv_head * ts_stride_head
     table = block_tables + seq.to(tl.int64) * table_stride
-    prefetch_block_ids(table, start, end, BLOCK_SIZE, ASM)
     qk_scale = scale * k_scale * 1.4426950408889634
     if WORDS:
         queries = _query_words(

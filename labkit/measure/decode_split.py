@@ -54,7 +54,7 @@ def split_decode(
 def _best_chunk(tiles: np.ndarray, slots_per_head: float, min_chunk: int) -> int:
     """Tiles of a chunk with the smallest estimated finish, as the device finds it among longest / 1 … longest / k."""
     longest = max(int(tiles.max()), 1)
-    max_items = len(tiles) + min(int(slots_per_head) + 1, len(tiles) * max(longest - 1, 0))
+    max_items = min(len(tiles) - 1 + int(slots_per_head), len(tiles) * longest)
     candidates = min(256, max(32, 2 ** math.ceil(math.log2(max(1, int(slots_per_head))))))
     k = np.arange(candidates)
     chunk = np.maximum((longest + k) // (k + 1), min_chunk)
