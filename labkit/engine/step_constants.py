@@ -25,7 +25,10 @@ class StepConstants:
         expert_efficiency: grouped products over plain ones.
         kv_efficiency, kv_efficiency_8bit: decode attention, of the memory bandwidth.
         attention_efficiency: prefill attention, of the 16-bit peak.
-        attention_floor_s: shortest attention of a layer.
+        attention_start_s, attention_floor_s: of a layer's decode attention: added to the time of reading, and the least
+            that reading takes.
+        prompt_start_s, prompt_context_s, prompt_token_s: of a layer's prompt attention beside its products: once, for
+            each token of mean context, for each prompt token.
         elementwise_passes: time of norms, rotations and activations over what the bandwidth allows; 0 where they are
             inside the shares that were fitted for products.
         sampling_passes, sampling_floor_s: logits read, as passes over float32 numbers; the shortest time for it.
@@ -33,6 +36,7 @@ class StepConstants:
         step_s, layer_s, moe_layer_s, request_s: host and launch time of a step, a layer, a layer's routing, a request.
         eager_step_s, eager_layer_s: host time that a step without CUDA graphs takes more, and each of its layers.
         token_s: host time of one prompt token.
+        admission_s: host time to take in a request.
         first_token_s: HTTP, tokenizer and detokenizer, added to the time to first token.
         lag_steps: steps that a new request waits because they were queued before (asynchronous scheduling).
         host_link_bytes_per_s: between card and host memory.
@@ -52,7 +56,11 @@ class StepConstants:
     kv_efficiency: float
     kv_efficiency_8bit: float
     attention_efficiency: float
+    attention_start_s: float
     attention_floor_s: float
+    prompt_start_s: float
+    prompt_context_s: float
+    prompt_token_s: float
     elementwise_passes: float
     sampling_passes: float
     sampling_floor_s: float
@@ -65,6 +73,7 @@ class StepConstants:
     eager_step_s: float
     eager_layer_s: float
     token_s: float
+    admission_s: float
     first_token_s: float
     lag_steps: float
     host_link_bytes_per_s: float

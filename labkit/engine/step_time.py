@@ -16,7 +16,7 @@ constants' origins are in `step_constants.json`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from labkit.engine.step_constants import StepConstants, link_bytes_per_s
 from labkit.engine.step_cost import MatrixCost, StepCost
 from labkit.specs.gpu_spec import GpuSpec
 
-_SHARPNESS = 5.0
+_SHARPNESS, _TINY = 5, 1e-300
 _VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 _VLLM_GRAPHS = LaunchRules(_VLLM_SIZES, _VLLM_SIZES)
 _WIDE_FORMATS = ("16bit", "32bit", "awq", "gptq", "int4", "gguf")
@@ -111,48 +111,47 @@ class StepTimeModel:
 
     def parts(self, load: StepLoad) -> dict[str, Array]:
         """Part → seconds, [steps] each; `seconds` is their sum. The host's part is what the card does not hide."""
-        device = self.device_parts(load)
+        tokens, is_eager = self._launched(load)
+        device = self._device_parts(load, tokens)
         busy = sum(device.values())
-        host, launching = self.host_seconds(load)
+        host, launching = self._host_seconds(load, is_eager)
         if self.launch.overlaps:
             return {**device, "host": np.maximum(0.0, host + launching - busy)}
         # The host runs ahead of the card while it launches, so what counts is whichever is slower.
         return {**device, "host": host + np.maximum(0.0, launching - busy)}
 
-    def device_parts(self, load: StepLoad) -> dict[str, Array]:
-        """Part → seconds of the card, [steps] each."""
+    def _device_parts(self, load: StepLoad, tokens: Array) -> dict[str, Array]:
+        """Part → seconds of the card, [steps] each; `tokens` are those of the step as it is launched."""
         c, cost = self.constants, self.cost
-        tokens = np.where(self._is_eager(load), load.num_tokens, self._padded(load))
-        share = np.ones_like(tokens)
-        if cost.num_experts:
-            share = 1 - (1 - cost.experts_per_tok / cost.num_experts) ** tokens
-        visits = tokens * cost.experts_per_tok / max(1, cost.num_experts)
         parts = {
             "dense": self._products(cost.dense, tokens, is_head=False),
-            "experts": self._gemm(cost.experts, share, visits, c.expert_efficiency),
             "lm_head": self._products(cost.head, np.asarray(load.num_sampled, dtype=float), is_head=True),
             "kv": self._kv(load),
             "prefill_attention": self._prefill(load),
-            "elementwise": tokens * cost.elementwise_bytes * c.elementwise_passes / self._bandwidth,
+            "elementwise": tokens * (cost.elementwise_bytes * c.elementwise_passes / self._bandwidth),
             "communication": self._communication(tokens),
             "sampling": self._sampling(load.num_sampled),
             "swap": load.swapped_bytes / c.host_link_bytes_per_s + np.zeros_like(tokens),
         }
+        if cost.num_experts:
+            share = 1 - (1 - cost.experts_per_tok / cost.num_experts) ** tokens
+            visits = tokens * cost.experts_per_tok / cost.num_experts
+            parts["experts"] = self._gemm(cost.experts, share, visits, c.expert_efficiency)
         if self.launch.overlaps:
             # What lies between kernels is the card's time, which the host cannot hide.
             parts["gaps"] = self._between_kernels_s + np.zeros_like(tokens)
         return parts
 
-    def host_seconds(self, load: StepLoad) -> tuple[Array, Array]:
+    def _host_seconds(self, load: StepLoad, is_eager: Array) -> tuple[Array, Array]:
         """Seconds in which the host puts each step together, and those in which it launches kernels that the card
         runs meanwhile, [steps] each."""
         c = self.constants
         host = c.step_s + c.request_s * load.num_seqs + c.token_s * load.num_prompt_tokens
-        if not self.launch.overlaps:
-            host = host + self._between_kernels_s
+        if self.launch.overlaps:
+            return host, np.where(is_eager, c.eager_step_s + c.eager_layer_s * self.cost.num_layers, 0.0)
         # Engines that capture prompts too hide what they launch behind the large steps that have no graph.
-        is_launched = self._is_eager(load) & bool(self.launch.overlaps or not self.launch.graph_sizes)
-        return host, np.where(is_launched, c.eager_step_s + c.eager_layer_s * self.cost.num_layers, 0.0)
+        alone = 0.0 if self.launch.graph_sizes else c.eager_step_s + c.eager_layer_s * self.cost.num_layers
+        return host + self._between_kernels_s, np.asarray(alone)
 
     def seconds(self, load: StepLoad) -> Array:
         """Seconds from the start of each step to the start of the next, [steps]; with an overlapping host, of a step
@@ -178,8 +177,9 @@ class StepTimeModel:
 
     def overlapped(self, load: StepLoad) -> OverlappedSeconds:
         """Seconds of each step for `StepClock`."""
-        host, launching = self.host_seconds(load)
-        device = np.asarray(sum(self.device_parts(load).values())) * self.constants.correction
+        tokens, is_eager = self._launched(load)
+        host, launching = self._host_seconds(load, is_eager)
+        device = np.asarray(sum(self._device_parts(load, tokens).values())) * self.constants.correction
         shape = np.zeros_like(device)
         return OverlappedSeconds((host + shape).tolist(), (launching + shape).tolist(), device.tolist())
 
@@ -201,18 +201,13 @@ class StepTimeModel:
             return (2 * gpu.fp8_flops, c.flops_efficiency_4bit) if _has_fp4(gpu) else (sixteen, c.flops_efficiency)
         return gpu.fp8_flops, c.flops_efficiency_8bit
 
-    def _is_eager(self, load: StepLoad) -> Array:
-        """Which steps are launched kernel by kernel."""
-        return self._padded(load) < np.asarray(load.num_tokens)
-
-    def _padded(self, load: StepLoad) -> Array:
-        """Tokens after padding to the captured sizes; the largest for what is larger, 0 where nothing is captured."""
-        has_prompts = np.asarray(load.num_prompt_tokens) > 0
-        return np.where(
-            has_prompts,
-            _next_size(self.launch.prompt_sizes, load.num_tokens),
-            _next_size(self.launch.graph_sizes, load.num_tokens),
-        )
+    def _launched(self, load: StepLoad) -> tuple[Array, Array]:
+        """Tokens of each step as it runs, padded where it replays a graph, and which are launched kernel by kernel."""
+        tokens, launch = np.asarray(load.num_tokens, dtype=float), self.launch
+        padded = _next_size(launch.graph_sizes, tokens)
+        if launch.prompt_sizes != launch.graph_sizes:
+            padded = np.where(load.num_prompt_tokens > 0, _next_size(launch.prompt_sizes, tokens), padded)
+        return np.maximum(tokens, padded), padded < tokens
 
     def _products(self, matrix: MatrixCost, tokens: Array, *, is_head: bool) -> Array:
         """Dense products: between measured ones where they are of the same format, else by the smooth roofline."""
@@ -259,19 +254,26 @@ class StepTimeModel:
             read = kind.token_bytes * tokens / (self._bandwidth * efficiency)
             busy = smooth_max(read, kind.decode_flops * tokens / peak)
             total = total + kind.num_layers * smooth_max(busy, c.attention_floor_s)
+            if c.attention_start_s:
+                total = total + np.where(tokens > 0, kind.num_layers * c.attention_start_s, 0.0)
         return total
 
     def _prefill(self, load: StepLoad) -> Array:
-        peak = float(self.gpu.bf16_flops or self.gpu.fp16_flops or 0.0) * self.constants.attention_efficiency
+        c, tokens = self.constants, load.num_prompt_tokens
+        peak = float(self.gpu.bf16_flops or self.gpu.fp16_flops or 0.0) * c.attention_efficiency
         total = np.zeros_like(load.num_tokens, dtype=float)
         for kind, pairs in zip(self.cost.kv, load.pairs, strict=True):
-            total = total + kind.num_layers * kind.prefill_flops * pairs / peak
+            total = total + (kind.num_layers * kind.prefill_flops / peak) * pairs
+            if c.prompt_start_s:
+                context = pairs / np.maximum(tokens, 1.0)
+                beside = c.prompt_start_s + c.prompt_context_s * context + c.prompt_token_s * tokens
+                total = total + kind.num_layers * np.where(tokens > 0, beside, 0.0)
         return total
 
     def _sampling(self, num_sampled: Array) -> Array:
         c = self.constants
-        read = np.asarray(num_sampled) * self.cost.vocab_size * 4.0 * c.sampling_passes / self._bandwidth
-        return smooth_max(read, np.where(read > 0, c.sampling_floor_s, 0.0))
+        read = num_sampled * (self.cost.vocab_size * 4.0 * c.sampling_passes / self._bandwidth)
+        return smooth_max(read, np.where(read > 0, c.sampling_floor_s, 0.0)) if c.sampling_floor_s else read
 
     def _communication(self, tokens: Array) -> Array:
         c, tp = self.constants, self.cost.tensor_parallel_size
@@ -283,15 +285,21 @@ class StepTimeModel:
 
 def _next_size(sizes: tuple[int, ...], num_tokens: Array) -> Array:
     """The next larger of `sizes`, or the largest; 0 without any."""
-    known = np.array(sizes or (0,), dtype=float)
-    return known[np.minimum(np.searchsorted(known, np.asarray(num_tokens, dtype=float)), len(known) - 1)]
+    known = _as_array(sizes)
+    return known[np.minimum(np.searchsorted(known, num_tokens), len(known) - 1)]
+
+
+@lru_cache(maxsize=64)
+def _as_array(sizes: tuple[int, ...]) -> Array:
+    return np.array(sizes or (0,), dtype=float)
 
 
 def smooth_max(first: Array | float, second: Array | float) -> Array:
     """(first^p + second^p)^(1/p) of numbers of 0 or more: near the larger, a little above it where they are equal."""
     larger, smaller = np.maximum(first, second), np.minimum(first, second)
-    ratio = smaller / np.where(larger > 0, larger, 1.0)
-    return larger * (1 + ratio**_SHARPNESS) ** (1 / _SHARPNESS)
+    ratio = smaller / np.maximum(larger, _TINY)
+    square = ratio * ratio
+    return larger * (1 + square * square * ratio) ** (1 / _SHARPNESS)
 
 
 def _context_sums(contexts: Array, window: int, steps: Array) -> Array:

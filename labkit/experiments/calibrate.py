@@ -24,13 +24,15 @@ _SIGMAS = {
 }  # fmt: skip
 # … and of one whose host works beside the card, so that both show.
 _OVERLAPPED_SIGMAS = {
-    "product_factor": 0.15, "bandwidth_efficiency": 0.15, "flops_efficiency": 0.15, "kv_efficiency": 0.2,
-    "kv_efficiency_8bit": 0.2, "attention_efficiency": 0.4, "elementwise_passes": 0.3, "sampling_floor_s": 0.3,
-    "layer_s": 0.4, "step_s": 0.4, "request_s": 0.4, "token_s": 1.0, "eager_step_s": 0.4, "eager_layer_s": 0.4,
+    "product_factor": 0.05, "kv_efficiency": 0.1, "kv_efficiency_8bit": 0.1, "attention_efficiency": 0.2,
+    "prompt_start_s": 0.2, "prompt_context_s": 0.2, "prompt_token_s": 0.2, "elementwise_passes": 0.2, "layer_s": 0.2,
+    "step_s": 0.3, "request_s": 0.3, "eager_step_s": 0.5, "eager_layer_s": 0.5,
 }  # fmt: skip
+# Without measured products and attention their shares are known less well.
+_UNMEASURED = {"bandwidth_efficiency": 0.15, "flops_efficiency": 0.15, "kv_efficiency": 0.2, "kv_efficiency_8bit": 0.2}
 _MOST_STEPS, _NOISE = 1200, 0.05
-# The engine had nothing to do in a pause longer than this.
-_PAUSE_S = 0.002
+# Steps of one run err together: they count as so many independent ones.
+_INDEPENDENT = 12
 
 
 def calibrate(constants: StepConstants, records: Sequence[RunRecord]) -> StepConstants:
@@ -55,10 +57,11 @@ def calibrate(constants: StepConstants, records: Sequence[RunRecord]) -> StepCon
     def predict(found: StepConstants) -> np.ndarray:
         return np.concatenate([part.predicted_s(found) for part in parts])
 
-    sigmas = _OVERLAPPED_SIGMAS if overlaps else _SIGMAS
+    sigmas = _OVERLAPPED_SIGMAS | ({} if constants.products else _UNMEASURED) if overlaps else _SIGMAS
     sigmas = {name: sigma for name, sigma in sigmas.items() if getattr(constants, name) > 0}
+    noise = _NOISE * max(1.0, len(measured) / _INDEPENDENT) ** 0.5
     found = fit_constants(
-        constants, predict, measured, sigmas, noise=_NOISE, starts=[_slow_host(constants)] if overlaps else []
+        constants, predict, measured, sigmas, noise=noise, starts=[_slow_host(constants)] if overlaps else []
     )
     found = _with_other_kv(found, constants, records)
     rest = np.log(measured / predict(found))
@@ -156,9 +159,8 @@ def _overlapped(record: RunRecord, constants: StepConstants) -> _Steps:
     """Steps of an engine that returns from a step when the card is done with the one before: from end to end."""
     rows = record.steps[:_MOST_STEPS]
     ends = np.array([row.start_s + row.duration_s for row in rows])
-    starts = np.array([row.start_s for row in rows])
-    begins = np.ones(len(rows), dtype=bool)
-    begins[1:] = starts[1:] - ends[:-1] > _PAUSE_S
+    # Behind a step that left nothing to do the engine waited for a request.
+    begins = np.array([True, *(row.num_running + row.num_waiting == 0 for row in rows[:-1])][: len(rows)])
     # The first step after a pause returns at once, and a step without tokens only waits.
     counted = np.array([
         index for index in range(1, len(rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 
@@ -15,8 +16,8 @@ from labkit.specs.gpu_spec import GpuSpec
 # A layer launches so many small kernels between its products: two norms and the rotation with its cache write, and
 # the gated activation.
 _NORM_LIKE, _GATED = 3, 1
-# Rows from which small kernels are bound by the bandwidth, and prompts by compute.
-_MANY_ROWS, _LONG_PROMPT = 2048, 512
+# Rows from which small kernels are bound by the bandwidth.
+_MANY_ROWS = 2048
 _KV_BYTES = {"bfloat16": 2, "fp8": 1}
 
 
@@ -42,8 +43,7 @@ def constants_of(found: Microbenchmark, gpu: GpuSpec, prior: StepConstants) -> S
     if "decode" in by_kind:
         changes |= _decode_attention(by_kind["decode"], bandwidth)
     if "prefill" in by_kind:
-        floor_s = float(changes.get("attention_floor_s", prior.attention_floor_s))  # type: ignore[arg-type]
-        changes |= _prefill_attention(by_kind["prefill"], peak, floor_s)
+        changes |= _prefill_attention(by_kind["prefill"], peak)
     if "norm" in by_kind and "activation" in by_kind:
         changes |= _small_kernels(by_kind["norm"], by_kind["activation"], bandwidth)
     if "sample" in by_kind:
@@ -68,6 +68,10 @@ def _seconds(timings: Sequence[Timing]) -> np.ndarray:
 def _products(timings: Sequence[Timing], bandwidth: float, peak: float) -> dict[str, object]:
     elements = _column(timings, "outputs") * _column(timings, "inputs")
     rows, seconds = _column(timings, "rows"), _seconds(timings)
+    for size in np.unique(elements):
+        # Fewer rows take no longer than more: what says so was disturbed.
+        own = np.flatnonzero(elements == size)[np.argsort(rows[elements == size])]
+        seconds[own] = np.minimum.accumulate(seconds[own][::-1])[::-1]
     largest = elements == elements.max()
     few, many = (largest & (rows == edge) for edge in (rows[largest].min(), rows[largest].max()))
     return {
@@ -85,21 +89,22 @@ def _decode_attention(timings: Sequence[Timing], bandwidth: float) -> dict[str, 
             continue
         heads, size = _column(own, "kv_heads"), _column(own, "head_dim")
         num_bytes = 2 * _KV_BYTES[kv] * _column(own, "requests") * _column(own, "context") * heads * size
-        floor_s, read_s = _floor_and_slope(num_bytes / bandwidth, _seconds(own))
+        start_s, floor_s, read_s = _start_floor_slope(num_bytes / bandwidth, _seconds(own))
         found[name] = 1 / read_s
+        found.setdefault("attention_start_s", start_s)
         found.setdefault("attention_floor_s", floor_s)
     return found
 
 
-def _prefill_attention(timings: Sequence[Timing], peak: float, floor_s: float) -> dict[str, object]:
-    long = [timing for timing in timings if float(timing.sizes["queries"]) >= _LONG_PROMPT]
-    if not long:
-        return {}
-    queries, contexts = _column(long, "queries"), _column(long, "context")
-    pairs = _column(long, "requests") * (queries * contexts - queries * (queries - 1) / 2)
-    flops = 4 * pairs * _column(long, "heads") * _column(long, "head_dim")
-    beyond = np.maximum(_seconds(long) - floor_s, 0.1 * _seconds(long))
-    return {"attention_efficiency": min(1.0, float(np.median(flops / beyond / peak)))}
+def _prefill_attention(timings: Sequence[Timing], peak: float) -> dict[str, object]:
+    own = [timing for timing in timings if timing.sizes["kv"] == "bfloat16"] or list(timings)
+    queries, contexts, requests = (_column(own, name) for name in ("queries", "context", "requests"))
+    pairs = requests * (queries * contexts - queries * (queries - 1) / 2)
+    tokens, flops_s = requests * queries, 4 * pairs * _column(own, "heads") * _column(own, "head_dim") / peak
+    columns = np.stack([np.ones_like(tokens), pairs / tokens, tokens, flops_s], axis=1)
+    start_s, context_s, token_s, slope = _nonnegative(columns, _seconds(own)).tolist()
+    found: dict[str, object] = {"prompt_start_s": start_s, "prompt_context_s": context_s, "prompt_token_s": token_s}
+    return found | ({"attention_efficiency": min(1.0, 1 / slope)} if slope else {})
 
 
 def _small_kernels(norms: Sequence[Timing], gates: Sequence[Timing], bandwidth: float) -> dict[str, object]:
@@ -140,11 +145,30 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return max(1e-6, float(intercept)), max(1e-9, float(slope))
 
 
+def _nonnegative(columns: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Weights of 0 or more for which columns · weights is nearest to y, relatively: the best of all subsets."""
+    best, chosen = np.inf, np.zeros(columns.shape[1])
+    for count in range(1, columns.shape[1] + 1):
+        for subset in map(list, combinations(range(columns.shape[1]), count)):
+            part = np.linalg.lstsq(columns[:, subset] / y[:, None], np.ones_like(y), rcond=None)[0]
+            loss = float(((columns[:, subset] @ part / y - 1) ** 2).sum())
+            if (part >= 0).all() and loss < best:
+                best, chosen = loss, np.zeros(columns.shape[1])
+                chosen[subset] = part
+    return chosen
+
+
 def _floor_and_slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """(floor, slope) for which smooth_max(floor, slope·x) is nearest to y, in logarithms; y in seconds."""
-    floors = y.min() * np.geomspace(0.5, 1.5, 60)
-    slopes = np.geomspace(0.3, 30.0, 400) * np.median((y / x)[x >= np.median(x)]) / 3
-    predicted = smooth_max(floors[:, None, None], slopes[None, :, None] * x[None, None, :])
-    loss = np.abs(np.log(predicted / y)).sum(axis=2)
+    """(floor, slope) for which smooth_max(floor, slope·x) is nearest to y."""
+    return _start_floor_slope(x, y, starts=np.zeros(1))[1:]
+
+
+def _start_floor_slope(x: np.ndarray, y: np.ndarray, starts: np.ndarray | None = None) -> tuple[float, float, float]:
+    """(start, floor, slope) for which start + smooth_max(floor, slope·x) is nearest to y, relatively."""
+    starts = y.min() * np.linspace(0.0, 0.9, 19) if starts is None else starts
+    floors = y.min() * np.geomspace(0.1, 1.5, 40)
+    slopes = np.median((y / x)[x >= np.median(x)]) * np.geomspace(0.3, 1.5, 240)
+    busy = smooth_max(floors[:, None, None], slopes[None, :, None] * x)
+    loss = ((np.log(starts[:, None, None, None] + busy[None]) - np.log(y)) ** 2).sum(axis=3)
     best = np.unravel_index(int(np.argmin(loss)), loss.shape)
-    return float(floors[best[0]]), float(slopes[best[1]])
+    return float(starts[best[0]]), float(floors[best[1]]), float(slopes[best[2]])

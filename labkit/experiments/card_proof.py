@@ -27,10 +27,16 @@ from labkit.experiments.virtual_run import VirtualOptions, simulate
 from labkit.measure.run_record import RunRecord
 from labkit.memory import Calibration
 from labkit.memory import plan as memory_plan
+from labkit.results import at_least, at_most
 from labkit.specs import load_gpu, load_model
 from labkit.specs.gpu_spec import GpuSpec
 
-METRICS = ("output_tokens_per_s", "tpot_mean_s", "itl_p99_s", "num_preemptions")
+# Metric → words and bars in percent: at most, and what is aimed at.
+_BARS = {
+    "output_tokens_per_s": ("throughput", 3, 2), "tpot_mean_s": ("TPOT", 5, 3), "itl_p99_s": ("p99 ITL", 15, 8),
+    "num_preemptions": ("preemptions", 10, 5),
+}  # fmt: skip
+METRICS = tuple(_BARS)
 FLAGS = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype")
 # Below so many preemptions a share says little.
 _FEW_PREEMPTIONS = 10
@@ -113,6 +119,55 @@ def foretell(run: MeasuredRun, constants: StepConstants, memory: Calibration) ->
         memory=memory, options=VirtualOptions(has_server=False),
     )  # fmt: skip
     return run_metrics(RunOutcome("finished", record.duration_s, record.requests, record.steps, None))
+
+
+def prove(path: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Rows and promised numbers of a sweep's file for the results of the simulation; all are misses without a file."""
+    sweep = read_sweep(path) if path.is_file() else None
+    rows: list[dict[str, Any]] = []
+    found: dict[str, float | None] = {}
+    held: dict[str, float | None] = {}
+    inside, worst_flag, searched = None, None, dict[str, float]()
+    if sweep is not None:
+        constants, memory = calibrate(sweep.constants, [sweep.first.record]), sweep.first.memory
+        alone = foretold(sweep.runs, sweep.constants, Calibration())
+        after = foretold([run for run in sweep.runs if run is not sweep.first], constants, memory)
+        later = foretold(sweep.held_back, constants, memory)
+        found, held = medians(after), medians(later)
+        inside = share_inside([*after, *later], constants)
+        flags, searched = changed_flags(sweep), search_on_grid(sweep, 5)
+        worst_flag = max(max(flag["throughput_median"], flag["tpot_median"]) for flag in flags.values())
+        rows += [
+            {"check": "own engine, microbenchmark alone", "runs": len(alone), "median_error_percent": medians(alone)}
+        ]
+        rows += [{"check": "own engine, microbenchmark and one run", **row} for row in after]
+        rows += [{"check": "own engine, runs held back", **row} for row in later]
+        rows += [{"check": "own engine, one flag changed", "flag": flag, **values} for flag, values in flags.items()]
+        rows += [{"check": "search on the card's grid", "launches_allowed": 5, **searched}]
+    summary = {
+        f"own engine on an H200, microbenchmark and one run: {words}, median error, %": at_most(found.get(name), *bars)
+        for name, (words, *bars) in _BARS.items()
+    }
+    summary |= {
+        f"own engine on an H200, runs held back: {words}, median error, %": at_most(held.get(name), *bars)
+        for name, (words, *bars) in _BARS.items()
+    }
+    return rows, summary | {
+        "own engine, a flag changed after calibration at another: worst flag's median error, %": at_most(
+            worst_flag, 7, 4
+        ),
+        "own engine, 90 % interval, share of measured TPOT inside, %": at_least(inside, 85, 90),
+        "search on an H200's grid of 36: goals met within 5 % in five launches, %": at_least(
+            searched.get("percent_within"), 95, 98
+        ),
+        "search on an H200's grid of 36: launches used, mean": at_most(searched.get("mean_launches"), 5, 4),
+    }  # fmt: skip
+
+
+def share_inside(rows: Sequence[Mapping[str, Any]], constants: StepConstants) -> float:
+    """Percent of runs whose TPOT lies in the interval of its prediction."""
+    ratios = np.array([row["measured"]["tpot_mean_s"] / row["foretold"]["tpot_mean_s"] for row in rows])
+    return round(100 * float(np.mean((ratios >= constants.interval_low) & (ratios <= constants.interval_high))), 1)
 
 
 def errors(measured: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:

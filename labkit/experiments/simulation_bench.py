@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from labkit.engine.step_constants import LEVELS, StepConstants, constants_table, load_constants
+from labkit.experiments.card_proof import prove
 from labkit.experiments.fit_constants import fit_constants
 from labkit.experiments.public_runs import PublicRun, predict, public_runs
 from labkit.experiments.search_bench import shares_within
@@ -70,10 +71,14 @@ def left_out(runs: Runs, key: KeyOf) -> np.ndarray:
     return errors
 
 
-def bench_simulation(path: str | os.PathLike[str], *, fit: bool = False) -> dict[str, Any]:
+def bench_simulation(
+    path: str | os.PathLike[str], *, fit: bool = False, sweep: Path = Path("results/h200-sweep.json")
+) -> dict[str, Any]:
     """Cross-validate and write the results file; returns its content.
 
     Args:
+        sweep: runs of labkit's own engine on a card, of `labkit.experiments.card_sweep`; what they prove is a miss
+            where there is no such file.
         fit: also write `step_constants.json` anew, for whoever changes the formula or the runs.
 
     Raises:
@@ -106,7 +111,11 @@ def bench_simulation(path: str | os.PathLike[str], *, fit: bool = False) -> dict
         COVERAGE_LOW: at_least(inside, 85, 90),
         COVERAGE_HIGH: at_most(inside, 95, 90),
     }
-    return write_results(path, command="labkit bench simulation", rows=rows, summary=summary, intervals=intervals)
+    card_rows, card_summary = prove(sweep)
+    return write_results(
+        path, command="labkit bench simulation", rows=[*rows, *card_rows], summary=summary | card_summary,
+        intervals=intervals,
+    )  # fmt: skip
 
 
 # vLLM 0.25.1 on one H200, the shape of Llama-3.1-8B with random weights: requests, measured output tokens per second.

@@ -141,6 +141,7 @@ class VirtualRun:
         self._is_cancelled = is_cancelled
         self._delay_s = constants.first_token_s if options.has_server else 0.0
         self._queued_steps = max(0, round(constants.lag_steps) - 1) if options.has_server else 0
+        self._admission_s = 0.0 if options.has_server else constants.admission_s
         self._arrivals = [request.arrival_s * options.arrival_scale for request in workload.requests]
         self._next = 0
         self._steps_seen = 0
@@ -190,6 +191,7 @@ class VirtualRun:
 
     def _offer(self, index: int) -> None:
         request = self._workload.requests[index]
+        self._engine.gpu.now_s += self._admission_s
         prompt = stand_in_prompt(self._workload, index, self._engine.plan.model.vocab_size)
         sampling = SamplingParams(max_tokens=max(1, request.output_tokens), ignore_eos=True)
         try:

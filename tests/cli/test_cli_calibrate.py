@@ -21,14 +21,17 @@ def run(*words: str):
     return CliRunner().invoke(app, list(words))
 
 
-def stored(tmp_path, run_id="a", origin="measured", engine="labkit", **changes):
-    """A store with a run of an engine whose steps take 1.5 times as long on the host as the shipped constants say."""
-    shipped = load_constants(engine=engine)
-    record = simulate(
+def simulated(engine="labkit", **settings):
+    return simulate(
         load_model("Qwen/Qwen3-0.6B"), load_gpu("H200"), synthetic_workload(12, 100, 60, seed=3),
-        EngineConfig(max_model_len=2048, max_num_seqs=8), engine=engine,
-        constants=shipped.replace(step_s=8 * shipped.step_s), options=VirtualOptions(0, False), run_id=run_id,
+        EngineConfig(max_model_len=2048, max_num_seqs=8), engine=engine, options=VirtualOptions(0, False), **settings,
     )  # fmt: skip
+
+
+def stored(tmp_path, run_id="a", origin="measured", engine="labkit", **changes):
+    """A store with a run of an engine that is slower on the host than the shipped constants say."""
+    shipped = load_constants(engine=engine)
+    record = simulated(engine, constants=shipped.replace(step_s=8 * shipped.step_s), run_id=run_id)
     path = tmp_path / "runs.sqlite3"
     store = RunStore(path)
     store.save(dataclasses.replace(record, origin=origin, **changes))
@@ -44,7 +47,10 @@ def test_runs_calibrate_and_the_next_simulation_uses_it(tmp_path):
     assert result.exit_code == 0
     answer = json.loads(result.stdout)
     assert answer["level"] == "calibrated"
-    assert answer["constants"]["step_s"] == pytest.approx(8 * answer["before"]["step_s"], rel=0.05)
+    assert answer["constants"] != answer["before"]
+    truth = simulated(constants=load_constants(engine="labkit").replace(step_s=8 * answer["before"]["step_s"]))
+    assert simulated().duration_s == pytest.approx(truth.duration_s, rel=0.03)
+    assert simulated(constants=load_constants(engine="labkit")).duration_s < 0.6 * truth.duration_s
     after = run("simulate", "--model", "Qwen/Qwen3-0.6B", "--gpu", "H200", "--limit", "3", "--engine", "labkit")
     assert "calibrated constants" in after.output.replace("\n", " ")
 

@@ -76,7 +76,8 @@ def test_every_part_is_measured_but_the_ceilings_that_need_a_card(interpreted):
 def made(**changes) -> Microbenchmark:
     """Timings of a card whose constants are known: by hand, from the formulas of the step-time model."""
     truth = {
-        "bandwidth": 0.9, "flops": 0.7, "kv": 0.85, "kv8": 0.6, "floor": 9e-6, "prefill": 0.4, "norm": 2e-6,
+        "bandwidth": 0.9, "flops": 0.7, "kv": 0.85, "kv8": 0.6, "start": 6e-6, "floor": 3e-6, "prefill": 0.4,
+        "norm": 2e-6,
         "passes": 1.5, "step": 3e-4, "request": 5e-6, "layer": 1.2e-4, "eager": 4e-4, "link": 25e9, **changes,
     }  # fmt: skip
     timings = [
@@ -89,13 +90,15 @@ def made(**changes) -> Microbenchmark:
     for kv, size, share in (("bfloat16", 2, truth["kv"]), ("fp8", 1, truth["kv8"])):
         for requests, context in ((1, 512), (32, 4096), (256, 512), (256, 2048)):
             num_bytes = 2 * size * requests * context * 8 * 128
-            seconds = float(smooth_max(num_bytes / BANDWIDTH / share, truth["floor"]))
+            seconds = truth["start"] + float(smooth_max(num_bytes / BANDWIDTH / share, truth["floor"]))
             sizes = {"requests": requests, "context": context, "heads": 16, "kv_heads": 8, "head_dim": 128, "kv": kv}
             timings.append(Timing("decode", sizes, seconds))
-    for queries in (64, 512, 2048):
-        flops = 4 * 16 * 128 * queries * (queries + 1) / 2
-        sizes = {"requests": 1, "queries": queries, "context": queries, "heads": 16, "kv_heads": 8, "head_dim": 128}
-        timings.append(Timing("prefill", {**sizes, "kv": "bfloat16"}, truth["floor"] + flops / PEAK / truth["prefill"]))
+    for requests, queries, context in ((1, 64, 64), (1, 512, 512), (1, 2048, 2048), (4, 512, 512), (1, 512, 4096)):
+        pairs = requests * (queries * context - queries * (queries - 1) / 2)
+        seconds = 8e-6 + 1e-8 * pairs / (requests * queries) + 9e-9 * requests * queries
+        sizes = {"requests": requests, "queries": queries, "context": context, "heads": 16, "kv_heads": 8}
+        seconds += 4 * 16 * 128 * pairs / PEAK / truth["prefill"]
+        timings.append(Timing("prefill", {**sizes, "head_dim": 128, "kv": "bfloat16"}, seconds))
     for kind, width in (("norm", 8 * 4096), ("activation", 6 * 12288)):
         for rows in (1, 4096):
             seconds = max(truth["norm"], rows * width / BANDWIDTH * truth["passes"])
@@ -116,7 +119,8 @@ def test_constants_are_those_that_made_the_times():
     assert found.flops_efficiency == pytest.approx(0.7, rel=0.02)
     assert found.kv_efficiency == pytest.approx(0.85, rel=0.02)
     assert found.kv_efficiency_8bit == pytest.approx(0.6, rel=0.02)
-    assert found.attention_floor_s == pytest.approx(9e-6, rel=0.05)
+    assert found.attention_start_s + found.attention_floor_s == pytest.approx(9e-6, rel=0.05)
+    assert (found.prompt_start_s, found.prompt_context_s, found.prompt_token_s) == pytest.approx((8e-6, 1e-8, 9e-9))
     assert found.attention_efficiency == pytest.approx(0.4, rel=0.02)
     assert (found.step_s, found.request_s) == pytest.approx((3e-4, 5e-6), rel=0.01)
     assert (found.eager_step_s, found.eager_layer_s) == pytest.approx((4e-4, 1.2e-4), rel=0.01)
@@ -139,6 +143,32 @@ def test_products_lie_between_the_measured_ones():
         assert table.parts(load)["lm_head"][0] == pytest.approx(formula.parts(load)["lm_head"][0], rel=0.05)
     doubled = StepTimeModel(cost, GPU, constants.replace(product_factor=2.0))
     assert doubled.parts(load)["dense"][0] == pytest.approx(2 * table.parts(load)["dense"][0])
+
+
+def test_a_disturbed_product_does_not_count():
+    timings = [
+        Timing("gemm", {"outputs": 1024, "inputs": 2048, "rows": rows}, seconds)
+        for rows, seconds in ((1, 12e-6), (16, 6e-6), (64, 6e-6), (256, 9e-6))
+    ]
+    found = constants_of(Microbenchmark("H200", "", 1.0, tuple(timings)), GPU, load_constants(engine="labkit"))
+    assert [seconds for _, _, seconds in found.products] == pytest.approx([6e-6, 6e-6, 6e-6, 9e-6])
+
+
+def test_attention_beside_its_products_by_hand():
+    constants = load_constants(engine="labkit").replace(
+        attention_start_s=5e-6, prompt_start_s=8e-6, prompt_context_s=1e-8, prompt_token_s=2e-9
+    )
+    bare = constants.replace(attention_start_s=0.0, prompt_start_s=0.0)
+    cost = step_cost(load_model("Qwen/Qwen3-8B"), EngineConfig())
+    one = np.array([40.0])
+    # Eight requests decode, 32 prompt tokens see 100 tokens each on average; 36 layers.
+    load = StepLoad(one, one, one, (np.array([800.0]),), (np.array([3200.0]),), num_prompt_tokens=np.array([32.0]))
+    more = {
+        name: StepTimeModel(cost, GPU, constants).parts(load)[name] - StepTimeModel(cost, GPU, bare).parts(load)[name]
+        for name in ("kv", "prefill_attention")
+    }
+    assert more["kv"][0] == pytest.approx(36 * 5e-6)
+    assert more["prefill_attention"][0] == pytest.approx(36 * (8e-6 + 100 * 1e-8 + 32 * 2e-9))
 
 
 def test_what_was_not_measured_stays():
