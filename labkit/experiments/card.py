@@ -32,13 +32,13 @@ def check_cards(gpu: GpuSpec, config: EngineConfig) -> None:
         return
     cards = len(read_gpus()) if runs_on(gpu) else 0
     if size > cards:
-        name = plain(gpu.name, 60)
+        name, works = plain(gpu.name, 60), f"up to {cards}" if cards > 1 else "= 1"
         raise OutOfRangeError(
             f"a run with tensor_parallel_size = {size} needs {size} cards, and this machine has "
             f"{cards or 'none of the kind'}; the plan for {size} holds all the same",
             needed=f"{size} × {name}",
             available=f"{cards} × {name}",
-            works=f"tensor_parallel_size {f'up to {cards}' if cards > 1 else '= 1'}, or gpu='cpu', where ranks are processes",
+            works=f"tensor_parallel_size {works}, or gpu='cpu', where ranks are processes",
             knob="tensor_parallel_size",
         )
 
