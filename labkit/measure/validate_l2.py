@@ -32,7 +32,7 @@ from labkit.specs.gpu_spec import GpuSpec
 UNPACKED = "one program for each query head"
 CAPACITY_SHARES = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 1.0)
 WAYS: tuple[int | None, ...] = (None, 4, 16)
-COALESCED_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7)
+COALESCED_SHARES = (0.0, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6)
 # Which reads of several SMs meet on their way to the L2 differs from launch to launch.
 REPEATS = 5
 # Points that ncu counts as well: plain, unpacked, shared and prefill.
