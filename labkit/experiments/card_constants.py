@@ -53,6 +53,8 @@ def constants_of(found: Microbenchmark, gpu: GpuSpec, prior: StepConstants) -> S
         changes["host_link_bytes_per_s"] = float(np.mean(rates))
     if "host" in by_kind:
         changes |= _host(by_kind["host"], by_kind.get("launch", []))
+    if "admission" in by_kind:
+        changes["admission_s"] = min(timing.seconds for timing in by_kind["admission"])
     low, high = constants_table()["intervals"]["microbenchmark"]
     return prior.replace(**changes, interval_low=low, interval_high=high)
 

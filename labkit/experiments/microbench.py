@@ -62,8 +62,8 @@ class Timing:
     """One measurement.
 
     Attributes:
-        kind: "read", "matmul", "gemm", "decode", "prefill", "norm", "activation", "sample", "swap", "host", "prompt"
-            or "launch" (without graphs).
+        kind: "read", "matmul", "gemm", "decode", "prefill", "norm", "activation", "sample", "swap", "host", "prompt",
+            "admission" or "launch" (without graphs).
         sizes: what was measured: rows, elements, tokens, heads, KV type, layers and so on.
         seconds: median of one launch, or of one engine step.
     """
@@ -344,6 +344,14 @@ class HostSteps:
         rows = [row for row in [*found, *self._drain()] if row.num_prefill_tokens == tokens]
         return Timing(kind, {"layers": self._num_layers, "tokens": tokens}, _cycle_s(rows[8:]))
 
+    def admission(self, requests: int = 32, tokens: int = 256) -> Timing:
+        """Taking in requests before anything of them is computed."""
+        start = time.perf_counter()
+        self._add(requests, tokens, 1)
+        seconds = (time.perf_counter() - start) / requests
+        self._drain()
+        return Timing("admission", {"requests": requests, "tokens": tokens}, seconds)
+
     def _add(self, count: int, num_prompt: int, num_output: int) -> None:
         from labkit.engine.sampling_params import EngineRequest, SamplingParams
 
@@ -386,6 +394,7 @@ def _host(bench: Bench) -> Iterator[Timing]:
             for requests in shapes.host_batches:
                 yield steps.decode(requests)
             yield steps.prompts("prompt")
+            yield steps.admission()
             engine.reconfigure(plan(spec, bench.gpu, config.replace(enforce_eager=True)))
             yield HostSteps(engine, num_layers, shapes.host_steps).prompts("launch")
         finally:

@@ -66,7 +66,7 @@ def test_every_part_is_measured_but_the_ceilings_that_need_a_card(interpreted):
     timings, missing = interpreted
     kinds = {kind for kind, _, _ in timings}
     assert kinds == {
-        "gemm", "decode", "prefill", "norm", "activation", "sample", "swap", "host", "prompt", "launch",
+        "gemm", "decode", "prefill", "norm", "activation", "sample", "swap", "host", "prompt", "launch", "admission",
     }  # fmt: skip
     assert list(missing) == ["ceilings"]
     assert all(seconds > 0 for _, _, seconds in timings)
