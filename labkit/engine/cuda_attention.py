@@ -35,7 +35,6 @@ class AttentionRows:
         prompt_lens, prompt_tables: the same of P other sequences; None without.
         query_starts: int32 [P + 1], first row of each of them, then the row after the last. They may begin before row
             D: rows of unused places are theirs.
-        max_query_len: bound on the rows of one of them.
     """
 
     slot_mapping: torch.Tensor
@@ -44,7 +43,6 @@ class AttentionRows:
     prompt_lens: torch.Tensor | None = None
     prompt_tables: torch.Tensor | None = None
     query_starts: torch.Tensor | None = None
-    max_query_len: int = 1
 
 
 class CudaAttention:
@@ -125,10 +123,11 @@ class CudaAttention:
         if rows.prompt_tables is not None:
             group = q.shape[1] // cached.k.shape[2]
             kind = cache_kind(cached.k)
-            config = prefill_config(capability(q.device), kind, q.shape[2], rows.max_query_len * group)
+            # Chosen by all rows, not by the longest prompt: a step of its size has run before anyone waited.
+            config = prefill_config(capability(q.device), kind, q.shape[2], q.shape[0] * group)
             paged_prefill(
                 q, cached.k, cached.v, rows.prompt_tables, rows.prompt_lens, rows.query_starts, scores,
-                max_query_len=rows.max_query_len, out=out, config=config,
+                max_query_len=q.shape[0], out=out, config=config,
                 num_splits=_num_splits(q, cached.k, rows.prompt_tables.shape[1], config),
             )  # fmt: skip
         return out

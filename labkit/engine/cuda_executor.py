@@ -34,7 +34,7 @@ from labkit.engine.cuda_inputs import (
     shape_of,
 )
 from labkit.engine.cuda_memory import StepCosts, give_back, look_at, pool_of, with_blocks
-from labkit.engine.cuda_profile import PROMPT_SIZES, prompt_step
+from labkit.engine.cuda_profile import PROMPT_SIZES, decode_sizes, prompt_step
 from labkit.engine.sampler import penalize
 from labkit.engine.sequence import Sequence
 from labkit.engine.tensor_parallel import agreed_blocks
@@ -341,14 +341,21 @@ class CudaExecutor:
             pool = torch.empty(form.pool_bytes(1), dtype=torch.uint8, device=self._device)
             trial = self._build(with_blocks(plan, form, 1, 0), pool)
             peak, waits_for_host = self._peak(trial, plan)
-            for num_tokens in PROMPT_SIZES:
-                self._compute(trial, trial.staging.send(prompt_step(plan, trial.tables, num_tokens)))
+            self._compile(trial, plan)
             costs = StepCosts(peak, 0, trial.tables_bytes, waits_for_host)
             graphs = self._graphs_estimate(trial, plan, costs) if self._captures(plan) else 0
             self._measured.costs[key] = dataclasses.replace(costs, graphs_bytes=graphs)
             del trial, pool
             give_back(self._device)
         return self._measured.costs[key]
+
+    def _compile(self, trial: _Allocated, plan: MemoryPlan) -> None:
+        """Launch every variant of the kernels once, so that none is compiled while requests wait."""
+        prompts = [prompt_step(plan, trial.tables, size) for size in PROMPT_SIZES]
+        decodes = [StepShape(size, size, 0, size) for size in decode_sizes(int(plan.config.max_num_seqs or 1))]
+        for step in [*prompts, *(padding_step(shape, trial.tables) for shape in decodes)]:
+            if self._is_new_shape(plan, step.shape):
+                self._compute(trial, trial.staging.send(step))
 
     def _peak(self, trial: _Allocated, plan: MemoryPlan) -> tuple[int, bool]:
         """Most bytes that the largest step has at one moment, and whether the card then waits for the host.
@@ -429,7 +436,6 @@ class CudaExecutor:
             prompt_lens=parts["prompt_lens"] if prompts else None,
             prompt_tables=tables.index_select(0, parts["prompt_slots"]) if prompts else None,
             query_starts=parts["query_starts"] if prompts else None,
-            max_query_len=step.max_query_len,
         )
         known = parts["token_ids"]
         if count:

@@ -98,13 +98,11 @@ class HostStep:
     Attributes:
         arrays: name → array, in the order in which they are packed.
         shape: its places.
-        max_query_len: bound on the new tokens of a sequence.
         sampled: [num_samples] index into the batch's sequences of each token that counts; -1 for others.
     """
 
     arrays: dict[str, np.ndarray]
     shape: StepShape
-    max_query_len: int
     sampled: np.ndarray
 
 
@@ -124,7 +122,7 @@ def arrange(batch: ScheduledBatch, tables: SlotTables, block_size: int, shape: S
         shape: of a captured graph, with room for the batch; None takes the places that the batch fills.
     """
     filled = shape_of(batch)
-    captured, shape = shape is not None, shape or filled
+    shape = shape or filled
     starts = np.array(batch.query_starts, dtype=np.int64)
     order = np.argsort(np.diff(starts) != 1, kind="stable")
     counts = np.diff(starts)[order]
@@ -153,7 +151,7 @@ def arrange(batch: ScheduledBatch, tables: SlotTables, block_size: int, shape: S
     gives = np.array(batch.samples, dtype=bool)[order]
     arrays |= _sampling_arrays(tables, _padded(slots, shape.num_samples, tables.padding), seq_lens, gives)
     sampled = _padded(np.where(gives, order, -1), shape.num_samples, -1)
-    return HostStep(arrays, shape, shape.num_tokens if captured else int(counts.max(initial=1)), sampled)
+    return HostStep(arrays, shape, sampled)
 
 
 def owners_of(step: HostStep, batch: ScheduledBatch) -> list[Sequence | None]:
@@ -202,7 +200,6 @@ class StepTensors:
 
     tensors: dict[str, torch.Tensor]
     shape: StepShape
-    max_query_len: int
 
     @property
     def sampling(self) -> SamplingTensors:
@@ -251,7 +248,7 @@ class Staging:
             name: self._device[start:stop].view(_TORCH_DTYPES[step.arrays[name].dtype.name])
             for name, (start, stop) in places.items()
         }
-        return StepTensors(tensors, step.shape, step.max_query_len)
+        return StepTensors(tensors, step.shape)
 
 
 _TORCH_DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}

@@ -9,7 +9,15 @@ from labkit.memory.records import MemoryPlan
 
 # Prompts of these lengths launch every variant of the kernels that depends on the number of rows, so that none is
 # compiled while requests wait.
-PROMPT_SIZES = (2, 16, 64, 128, 256, 512, 1024, 2048)
+PROMPT_SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """The same for steps that only decode: the plan of their split is compiled for powers of two, 16 or more."""
+    sizes = [16]
+    while sizes[-1] < max_num_seqs:
+        sizes.append(2 * sizes[-1])
+    return [min(size, max_num_seqs) for size in sizes]
 
 
 def prompt_step(plan: MemoryPlan, tables: SlotTables, num_tokens: int = 2**31) -> HostStep:
@@ -43,4 +51,4 @@ def prompt_step(plan: MemoryPlan, tables: SlotTables, num_tokens: int = 2**31) -
         "draws": np.ones(num_rows, np.int32),
         "query_starts": starts,
     }
-    return HostStep(arrays, StepShape(num_tokens, 0, num_seqs, num_rows), length, np.arange(num_rows))
+    return HostStep(arrays, StepShape(num_tokens, 0, num_seqs, num_rows), np.arange(num_rows))

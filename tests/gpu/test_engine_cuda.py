@@ -334,6 +334,24 @@ def test_fifty_reconfigurations_lose_no_byte(decoders):
     assert len(set(seen[1:])) == 1
 
 
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_nothing_is_compiled_while_requests_wait(decoders, monkeypatch, enforce_eager):
+    """Prompts of any length beside any number of rows that decode find their kernels."""
+    from triton.runtime.jit import JITFunction
+
+    engine = make_engine(decoders["bfloat16"], enforce_eager=enforce_eager, max_num_batched_tokens=2048, max_num_seqs=7)
+    compiled, compile_now = [], JITFunction._do_compile
+
+    def compile_and_note(kernel, *rest, **named):
+        compiled.append(kernel.fn.__name__)
+        return compile_now(kernel, *rest, **named)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", compile_and_note)
+    drain(engine, requests(temperature=0.7))
+    engine.close()
+    assert compiled == []
+
+
 def test_engines_one_after_another_lose_no_byte(decoders):
     import torch
 
