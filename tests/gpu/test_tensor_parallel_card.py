@@ -1,4 +1,4 @@
-"""Two ranks on two cards with NCCL: one card's tokens with and without graphs, equal pools, and a killed rank."""
+"""Ranks on cards: NCCL in graphs, two ranks on one card through gloo, two cards, equal pools, and a killed rank."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from labkit.errors import RankError
 from labkit.experiments.rank_group import RankGroup
 from labkit.memory import plan as make_memory_plan
 from labkit.models import load_model_weights
+from labkit.models.ranks import ONE_RANK
 from labkit.specs import load_gpu
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.model_spec import LayerSpec
@@ -39,6 +40,58 @@ def make_engine(group: RankGroup, decoder, **knobs) -> Engine:
     config = EngineConfig(**{**KNOBS, **knobs}, dtype=str(decoder.dtype).removeprefix("torch."), tensor_parallel_size=2)
     plan = make_memory_plan(decoder.spec, load_gpu("H200"), config)
     return Engine(decoder, plan, executor=group.executor(plan))
+
+
+def test_nccl_of_one_rank_is_captured_and_changes_nothing():
+    """Its calls are those of many ranks, with nobody to wait for: a machine with one card can run them."""
+    import torch
+
+    from labkit.models.ranks import ProcessRanks
+
+    spec, asked = spec_of(4), requests()
+    torch.cuda.set_device(0)
+    meeting = os.memfd_create("meeting")
+    ranks = ProcessRanks(0, 1, f"/proc/self/fd/{meeting}", torch.device("cuda", 0))
+    outputs = []
+    for members in (ONE_RANK, ranks):
+        decoder = load_model_weights(spec, dtype="float32", load_format="dummy", device="cuda", ranks=members)
+        plan = make_memory_plan(spec, load_gpu("H200"), EngineConfig(**KNOBS, dtype="float32"))
+        engine = Engine(decoder, plan)
+        outputs.append(drain(engine, asked)[0])
+        assert engine.memory_parts()["cuda_graphs"] > 0
+        engine.close()
+    ranks.abort()
+    os.close(meeting)
+    assert outputs[0] == outputs[1]
+
+
+def test_two_ranks_on_one_card_give_its_tokens_and_one_that_is_killed_is_named(monkeypatch):
+    """All of the way but NCCL: half the heads in the kernels, steps ahead of the tokens, memory of each rank."""
+    from labkit.experiments import other_rank
+    from tests.gpu import one_card_ranks
+
+    monkeypatch.setattr(other_rank, "RANK_BACKEND", f"{one_card_ranks.__name__}:Backend")
+    for patch in one_card_ranks.PATCHES:
+        monkeypatch.setattr(*patch)
+    spec, asked = spec_of(4), requests()
+    alone = load_model_weights(spec, dtype="float32", load_format="dummy", device="cuda")
+    group = RankGroup(2, "cuda")
+    try:
+        shared = group.load(spec, None, "float32", "dummy")
+        engine = make_engine(group, shared, enforce_eager=True)
+        outputs, _ = drain(engine, asked)
+        below = gaps(alone, asked, outputs)
+        assert float(below.max()) <= NEAR_TIE["float32"]
+        assert float((below == 0).float().mean()) > 0.97
+        parts = engine.executor.rank_memory_parts()
+        assert parts[0]["kv_cache"] == parts[1]["kv_cache"] == 400 * engine.plan.block_bytes
+        assert parts[0]["weights"] == parts[1]["weights"] < 0.6 * alone.num_bytes
+        threading.Timer(0.2, os.kill, (group.pids[0], signal.SIGKILL)).start()
+        with pytest.raises(RankError, match=r"rank 1 of 2: the worker died during the run: signal 9"):
+            run_to_the_end(engine)
+        engine.close()
+    finally:
+        group.close()
 
 
 @pytest.mark.parametrize(("dtype", "kv_heads"), [("bfloat16", 4), ("float32", 1)])
