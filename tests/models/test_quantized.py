@@ -12,11 +12,14 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from labkit.errors import FileFormatError, LabkitError, OutOfRangeError, UnsupportedError
+from labkit.memory import plan as make_plan
 from labkit.memory.tensors import Sharing
 from labkit.memory.weights import StageLayers, stage_weights_bytes
 from labkit.models import DenseAttention, load_model_weights
 from labkit.models.quantization import engine_format
 from labkit.models.quantized import AwqMatrix, Fp8Matrix, quantize_fp8
+from labkit.specs import load_gpu
+from labkit.specs.engine_config import EngineConfig
 from labkit.specs.model_loading import load_model
 from labkit.specs.model_spec import WeightFormat
 from tests.models.test_tensor_parallel import ThreadRanks
@@ -280,6 +283,18 @@ def test_random_weights_in_both_formats_are_as_wide_as_in_16_bit(tmp_path, one_t
         assert torch.isfinite(logits_of(decoder)).all()
     kept = load_model_weights(spec, None, "float32", "dummy", quantization="awq", dequantize=False)
     assert kept.num_bytes == planned_bytes(spec, engine_format(spec, "awq", "dummy"))
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "awq"])
+def test_a_cpu_holds_what_the_plan_of_a_cpu_says(quantization, tmp_path, one_thread):
+    """Formats are undone there, in the plan as in the engine."""
+    hf.LlamaConfig(**{**TINY, "intermediate_size": 256, "hidden_size": 128}).save_pretrained(tmp_path)
+    spec = load_model(tmp_path)
+    config = EngineConfig(quantization=quantization, cpu_memory_gib=0.5, max_model_len=64, load_format="dummy")
+    decoder = load_model_weights(spec, None, "float32", "dummy", quantization=quantization)
+    decoder.reserve_positions(64)
+    planned = make_plan(spec, load_gpu("cpu"), config).breakdown.weights_bytes
+    assert decoder.num_bytes + decoder.table_bytes == planned
 
 
 REFUSED = {
