@@ -126,7 +126,7 @@ def _decode(
     row_bytes = heads * shape.head_dim * 2
     pieces = np.bincount(items.sequence, minlength=len(lens))
     asked = int(queries[items.sequence].sum()) * programs * row_bytes
-    split = int((queries * pieces)[pieces > 1].sum()) * programs * heads * (shape.value_dim + 2) * 4
+    split = int((queries * pieces)[pieces > 1].sum()) * programs * heads * (shape.value_dim + 1) * 4
     slots = sm_count * _resident(gpu, config.stages, config.tile, shape.head_bytes, config.warps, programs_per_sm)
     return Programs(
         sequence=np.repeat(items.sequence, programs), kv_head=np.tile(kv_heads, count),
@@ -179,7 +179,7 @@ def _row_programs(
         start=np.concatenate([np.tile(begin, heads) for begin in starts]),
         end=np.concatenate([np.tile(stop, heads) for stop in ends]),
         tile=tile, slots=slots, query_bytes=(query_bytes * splits, query_bytes),
-        merge_bytes=splits * num_tokens * shape.num_heads * (shape.value_dim + 2) * 4 if splits > 1 else 0,
+        merge_bytes=splits * num_tokens * shape.num_heads * (shape.value_dim + 1) * 4 if splits > 1 else 0,
     )  # fmt: skip
 
 
