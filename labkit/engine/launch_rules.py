@@ -40,12 +40,18 @@ def mixed_capture_sizes(max_num_batched_tokens: int) -> list[int]:
     return [size for size in _MIXED_SIZES if size < largest] + [largest]
 
 
-def labkit_rules(config: EngineConfig, *, is_moe: bool = False) -> LaunchRules:
-    """The lab's own engine: graphs of decode steps, and of steps with few tokens of prompts."""
+def labkit_rules(config: EngineConfig, *, is_moe: bool = False, largest: bool = False) -> LaunchRules:
+    """The lab's own engine: graphs of decode steps, and of steps with few tokens of prompts.
+
+    Args:
+        largest: even the largest step waits for the host where it is launched kernel by kernel, so it has a graph too.
+    """
     if config.enforce_eager or is_moe:
         return LaunchRules(overlaps=True)
-    sizes = capture_sizes(int(config.max_num_seqs or 1))
-    prompt_sizes = mixed_capture_sizes(int(config.max_num_batched_tokens or 1))
+    max_tokens = int(config.max_num_batched_tokens or 1)
+    sizes, prompt_sizes = capture_sizes(int(config.max_num_seqs or 1)), mixed_capture_sizes(max_tokens)
+    if largest and prompt_sizes[-1] < max_tokens:
+        prompt_sizes.append(max_tokens)
     return LaunchRules(tuple(sizes), tuple(prompt_sizes), overlaps=True)
 
 

@@ -183,6 +183,14 @@ class StepTimeModel:
         shape = np.zeros_like(device)
         return OverlappedSeconds((host + shape).tolist(), (launching + shape).tolist(), device.tolist())
 
+    def waits_for_host(self, num_tokens: int) -> bool:
+        """Whether launching a step of so many prompt tokens kernel by kernel takes longer than computing it."""
+        tokens = np.array([float(num_tokens)])
+        nothing = tuple(np.zeros(1) for _ in self.cost.kv)
+        load = StepLoad(tokens, np.ones(1), np.ones(1), nothing, nothing, num_prompt_tokens=tokens)
+        launching = self.constants.eager_step_s + self.constants.eager_layer_s * self.cost.num_layers
+        return launching > float(sum(part[0] for part in self._device_parts(load, tokens).values()))
+
     @property
     def _between_kernels_s(self) -> float:
         return self.constants.moe_layer_s * self.cost.num_moe_layers + self.constants.layer_s * self.cost.num_layers

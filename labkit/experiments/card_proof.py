@@ -18,7 +18,7 @@ import numpy as np
 from labkit.engine.step_constants import StepConstants, load_constants
 from labkit.experiments.calibrate import calibrate, memory_calibration
 from labkit.experiments.card_constants import constants_of
-from labkit.experiments.card_sweep import SweepRun, run_metrics, unpacked_steps
+from labkit.experiments.card_sweep import BASE, SweepRun, run_metrics, unpacked_steps
 from labkit.experiments.microbench import Microbenchmark
 from labkit.experiments.run import RunOutcome
 from labkit.experiments.search import Outcome, Point, Simulate, guided_search
@@ -206,11 +206,14 @@ def changed_flags(sweep: Sweep) -> dict[str, dict[str, float]]:
     """Flag → median and largest error of throughput and TPOT in percent, over pairs of runs that differ in it alone:
     the constants come from the first, the second is foretold."""
     found: dict[str, list[dict[str, float]]] = {flag: [] for flag in FLAGS}
-    for first in sweep.grid:
+    runs = [run for run in sweep.runs if run.run.part in ("repeat", "flag", "grid")]
+    for first in runs:
+        partners = [(flag, second) for second in runs if (flag := _only_difference(first, second))]
+        if not partners:
+            continue
         constants, memory = calibrate(sweep.constants, [first.record]), first.memory
-        for second in sweep.grid:
-            flag = _only_difference(first, second)
-            if flag is not None:
+        for flag, second in partners:
+            if flag in found:
                 found[flag].append(errors(second.row, foretell(second, constants, memory)))
     result = {}
     for flag, pairs in found.items():
@@ -225,7 +228,9 @@ def changed_flags(sweep: Sweep) -> dict[str, dict[str, float]]:
 
 
 def _only_difference(first: MeasuredRun, second: MeasuredRun) -> str | None:
-    changed = [name for name in FLAGS if first.run.knobs[name] != second.run.knobs[name]]
+    changed = [
+        name for name, value in {**BASE, **first.run.knobs}.items() if {**BASE, **second.run.knobs}.get(name) != value
+    ]
     return changed[0] if len(changed) == 1 else None
 
 

@@ -90,25 +90,35 @@ def sweep_runs() -> list[SweepRun]:
 
 
 def held_back_runs() -> list[SweepRun]:
-    """Settings, seeds, lengths and arrivals that the grid does not have, and a larger model."""
+    """The base twice, one flag changed at a time, a crowded pool, and settings, seeds, lengths and arrivals that the
+    grid does not have."""
+    flags: list[dict[str, Any]] = [
+        {"kv_cache_dtype": "fp8"}, {"max_num_seqs": 32}, {"max_num_seqs": 128}, {"max_num_batched_tokens": 512},
+        {"max_num_batched_tokens": 8192}, {"gpu_memory_utilization": 0.028},
+    ]  # fmt: skip
     longer = {"num_requests": 96, "input_lengths": "uniform:200-1200", "output_lengths": "uniform:16-256"}
-    timed = {"num_requests": 160, "arrivals": "poisson:120"}
-    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({}, {}),
+    timed = {"num_requests": 120, "arrivals": "poisson:150"}
+    others: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"max_num_seqs": 96, "max_num_batched_tokens": 1024}, {}),
         ({"max_num_seqs": 48, "max_num_batched_tokens": 4096, "kv_cache_dtype": "fp8"}, {}),
-        ({"max_num_seqs": 96, "gpu_memory_utilization": 0.025}, {}),
-        ({"max_num_seqs": 128, "gpu_memory_utilization": 0.032, "max_num_batched_tokens": 4096}, {}),
-        ({"max_num_seqs": 96, "gpu_memory_utilization": 0.03}, longer),
-        ({"max_num_seqs": 64, "max_num_batched_tokens": 1024}, longer),
-        ({"max_num_seqs": 128, "kv_cache_dtype": "fp8"}, longer),
-        ({"max_num_seqs": 128, "num_gpu_blocks_override": 500}, dict(GROWING)),
         ({"max_num_seqs": 96, "num_gpu_blocks_override": 350}, dict(GROWING)),
+        ({"max_num_seqs": 96, "gpu_memory_utilization": 0.03}, longer),
         ({"max_num_seqs": 128}, timed),
+        ({"max_num_seqs": 128, "num_gpu_blocks_override": 500}, dict(GROWING)),
+        ({"max_num_seqs": 128, "kv_cache_dtype": "fp8"}, longer),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 512}, timed),
     ]
+    held = [SweepRun("held back", point, 11 + index, traffic) for index, (point, traffic) in enumerate(others)]
+    crowded = [SweepRun("crowded", point, traffic=GROWING) for point in CROWDED]
+    repeat = SweepRun("repeat", {})
     return [
-        SweepRun("held back", point, seed=11 + index, traffic=traffic) for index, (point, traffic) in enumerate(pairs)
+        repeat,
+        *held[:4],
+        *crowded[:1],
+        *(SweepRun("flag", point) for point in flags),
+        *held[4:],
+        *crowded[1:],
+        repeat,
     ]
 
 

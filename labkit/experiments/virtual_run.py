@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from labkit.engine.engine import RequestOutput, StepResult
 from labkit.engine.launch_rules import labkit_rules, vllm_launch_rules
@@ -122,7 +122,10 @@ def step_time_model(plan: MemoryPlan, constants: StepConstants) -> StepTimeModel
     config = plan.config
     is_moe = plan.model.moe is not None
     launch = vllm_launch_rules(config) if plan.engine == "vllm" else labkit_rules(config, is_moe=is_moe)
-    return StepTimeModel(step_cost(plan.model, config), plan.gpu, constants, launch)
+    model = StepTimeModel(step_cost(plan.model, config), plan.gpu, constants, launch)
+    if plan.engine == "vllm" or not model.waits_for_host(int(config.max_num_batched_tokens or 1)):
+        return model
+    return replace(model, launch=labkit_rules(config, is_moe=is_moe, largest=True))
 
 
 class VirtualRun:
@@ -308,6 +311,4 @@ def _new_record(
 
 
 def _with(record: RunRecord, **changes: object) -> RunRecord:
-    from dataclasses import replace
-
     return replace(record, **changes)  # type: ignore[arg-type]
