@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from labkit.errors import UnknownNameError
+from labkit.format import gib
 from labkit.memory.budget import late_growth_bytes
 from labkit.memory.calibration import calibration_of, log_config
 from labkit.memory.capacity import Capacity, binding_rank, capacity_of, judge
@@ -242,9 +243,8 @@ def _cpu_notes(model: ModelSpec, config: EngineConfig) -> tuple[str, ...]:
     if any(layer.kind in ("sliding", "chunked") for layer in model.layers):
         notes.append("windows are exact by mask; blocks behind a window are not freed yet, so every layer counts fully")
     if config.tensor_parallel_size > 1:
-        notes.append(
-            f"sizes are those of one of {config.tensor_parallel_size} ranks, which are processes of this machine"
-        )
+        ranks, total = config.tensor_parallel_size, config.tensor_parallel_size * config.cpu_memory_gib
+        notes.append(f"sizes are those of one of {ranks} ranks, processes that may take {gib(total)} together")
     if config.kv_cache_dtype not in ("auto", config.dtype):
         notes.append("8-bit KV saves memory on a CPU, not time: it is read back into the compute type")
     return tuple(notes)
