@@ -38,10 +38,11 @@ def test_the_grid_is_large_enough_and_has_runs_that_preempt():
     grid = [run for run in runs if run.part == "grid"]
     assert len(grid) == 36
     assert len({tuple(run.knobs.items()) for run in grid}) == 36
-    assert {run.config.gpu_memory_utilization for run in grid} == {0.3, 0.028}
-    held = [run for run in card_sweep.held_back_runs() if run.part == "held back"]
+    assert {run.config.gpu_memory_utilization for run in grid} == {0.1, 0.025}
+    held = card_sweep.held_back_runs()
     assert not {run.seed for run in held} & {run.seed for run in grid}
-    assert all(run.config for run in card_sweep.held_back_runs())
+    assert not [run for run in held if {**card_sweep.BASE, **run.knobs} in [dict(other.knobs) for other in grid]]
+    assert all(run.config for run in held)
 
 
 def test_metrics_by_hand():
