@@ -16,6 +16,7 @@ from labkit.engine.supported_knobs import check_knobs
 from labkit.errors import CancelledError, DoesNotFitError, LabkitError, StoreError, WorkerError
 from labkit.experiments.card import check_cards, runs_on
 from labkit.experiments.run import RunOptions
+from labkit.experiments.run_edits import RunEdits
 from labkit.experiments.runner import LocalRunner, RunAnswer, RunJob, Runner
 from labkit.experiments.store import RunStore, RunWriter
 from labkit.experiments.worker import OnEvent, Worker
@@ -91,6 +92,7 @@ class LabSession:
         self.store = store if isinstance(store, RunStore) else RunStore(store)
         self.counted_steps = 0
         self._records: list[RunRecord] = []
+        self.edits = RunEdits(self.store, self._records)
         self._runner = runner or LocalRunner(Worker(num_threads=num_threads, memory_limit_bytes=memory_limit_bytes))
         self._cancel = threading.Event()
         self._running = threading.Lock()

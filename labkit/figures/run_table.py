@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,23 +33,41 @@ class RunRow:
 
 @dataclass(frozen=True)
 class RunTableInfo:
-    """Rows in the order of the records; `baseline_index` is None where none is pinned."""
+    """Rows in the order of the records; `baseline_index` is None where none is pinned.
+
+    Attributes:
+        pinned: rows that stay on top under any sort, the baseline first.
+    """
 
     rows: tuple[RunRow, ...]
     baseline_index: int | None = None
+    pinned: tuple[int, ...] = ()
 
 
-def get_run_table_info(records: Sequence[RunRecord], baseline_id: str | None = None) -> RunTableInfo:
-    """The rows of `records`, with deltas to the run `baseline_id` where that is one of them."""
-    index = next((at for at, record in enumerate(records) if record.run_id == baseline_id), None)
-    base = summarize(records[index]) if index is not None else None
+def get_run_table_info(
+    records: Sequence[RunRecord],
+    baseline_id: str | None = None,
+    pinned_ids: Sequence[str] = (),
+    *,
+    deltas: bool = True,
+) -> RunTableInfo:
+    """The rows of `records`, with deltas to the run `baseline_id` where that is one of them.
+
+    Args:
+        pinned_ids: of further runs that stay on top, in their order.
+        deltas: False leaves the deltas out.
+    """
+    places = {record.run_id: at for at, record in enumerate(records)}
+    index = places.get(baseline_id) if baseline_id is not None else None
+    base = summarize(records[index]) if index is not None and deltas else None
+    on_top = [places[run_id] for run_id in pinned_ids if run_id in places and places[run_id] != index]
     varied = varied_knobs(records)
     rows = tuple(
         RunRow(record.run_id, record.name, record.status, summarize(record), settings_words(record.config, varied),
                base if at != index else None)
         for at, record in enumerate(records)
     )  # fmt: skip
-    return RunTableInfo(rows, index)
+    return RunTableInfo(rows, index, (*(() if index is None else (index,)), *on_top))
 
 
 def settings_words(config: EngineConfig, knobs: Sequence[str]) -> str:
@@ -89,16 +107,17 @@ def _texts(row: RunRow) -> list[str]:
     return [
         plain(row.name, 60),
         row.status,
-        fmt.number(rate) + _delta(base[0], rate, higher_is_better=True),
-        fmt.duration(first) + _delta(base[1], first, higher_is_better=False),
-        fmt.duration(between) + _delta(base[2], between, higher_is_better=False),
+        fmt.number(rate) + _delta(base[0], rate, fmt.number, higher_is_better=True),
+        fmt.duration(first) + _delta(base[1], first, fmt.duration, higher_is_better=False),
+        fmt.duration(between) + _delta(base[2], between, fmt.duration, higher_is_better=False),
         fmt.share(peak, 1),
         fmt.count(preemptions),
         row.settings,
     ]
 
 
-def _delta(before: float | None, after: float | None, *, higher_is_better: bool) -> str:
+def _delta(before: float | None, after: float | None, show: Callable[[float], str], *, higher_is_better: bool) -> str:
+    """Mark, percent and amount of a change: " (▲ +18 %, +190)"."""
     if not before or after is None:
         return ""
     percent = 100 * (after - before) / before
@@ -106,4 +125,5 @@ def _delta(before: float | None, after: float | None, *, higher_is_better: bool)
         return " (same)"
     better = (percent > 0) == higher_is_better
     sign = "+" if percent > 0 else "−"
-    return f" ({'▲' if better else '▼'} {sign}{fmt.share(abs(percent), 100)})"
+    amount = f"{sign}{show(abs(after - before))}"
+    return f" ({'▲' if better else '▼'} {sign}{fmt.share(abs(percent), 100)}, {amount})"

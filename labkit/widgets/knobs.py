@@ -137,6 +137,7 @@ class KnobSet:
         self.undo_button = ipw.Button(description="Undo", disabled=True)
         self.redo_button = ipw.Button(description="Redo", disabled=True)
         self.reset_button = ipw.Button(description="vLLM defaults")
+        self.baseline_button = ipw.Button(description="Baseline's settings", disabled=True)
         self.presets = ipw.Dropdown(options=[("…", ""), *((entry.title, entry.name) for entry in presets())], value="",
                                     description="preset", style={"description_width": "initial"})  # fmt: skip
         self.presets.observe(self._take_preset, "value")
@@ -151,7 +152,7 @@ class KnobSet:
 
     def view(self) -> ipw.VBox:
         """The knobs in their groups, with undo, redo and reset above."""
-        buttons = ipw.HBox([self.undo_button, self.redo_button, self.reset_button, self.presets])
+        buttons = ipw.HBox([self.undo_button, self.redo_button, self.reset_button, self.baseline_button, self.presets])
         buttons.add_class("lk-bar")
         children: list[ipw.Widget] = [buttons]
         for title, controls in self.groups.items():
@@ -188,6 +189,10 @@ class KnobSet:
         """All shown knobs to vLLM's defaults; what no knob shows stays. The CPU's memory is no setting of vLLM."""
         defaults = EngineConfig().to_dict()
         self._take(self._config.replace(**{name: defaults[name] for name in self.controls if name != "cpu_memory_gib"}))
+
+    def take(self, config: EngineConfig) -> None:
+        """All settings of `config`, as one step of undo."""
+        self._take(config)
 
     def show_error(self, error: LabkitError) -> bool:
         """Say `error` beside the knob it names; False where it names none that is shown."""

@@ -31,6 +31,7 @@ from labkit.widgets.parts import DataTable, PlotlyLibrary, Screen, TextLine
 from labkit.widgets.pictures import Look, Pictures
 from labkit.widgets.run_bar import RunBar
 from labkit.widgets.run_control import Outcome, RunControl, RunView, SessionLike
+from labkit.widgets.run_edit import RunEditor
 
 LIVE_POINTS = 400
 GAINS_DELAY_S = 0.15
@@ -72,6 +73,7 @@ class Panel(ipw.VBox):
         self.runs = DataTable(
             classes=("lk-runs",), selectable=True, empty_text="No run yet: press Run to try these settings."
         )
+        self.editor = RunEditor(getattr(session, "edits", None), self._edited)
         self.compared, self.compared_table = TextLine(), DataTable(folded="the two runs as a table")
         self.note = TextLine(text=_note(session), classes=("lk-caption",))
         self.task_line = TextLine(classes=("lk-caption",))
@@ -96,7 +98,7 @@ class Panel(ipw.VBox):
         knobs = self.knob_set.view()
         knobs.add_class("lk-area-knobs")
         memory = self.pictures.memory_view(self.advice_view.widgets())
-        tabs = self.pictures.tabs_view((self.runs, self.compared, self.compared_table))
+        tabs = self.pictures.tabs_view((self.runs, self.editor.view(), self.compared, self.compared_table))
         main = ipw.Box([memory, knobs, tabs])
         main.add_class("lk-main")
         return [PlotlyLibrary(), self.screen, self.answer, self.run_bar.view(), self.note, self.task_line, self.stale,
@@ -114,6 +116,7 @@ class Panel(ipw.VBox):
         bar.counted_steps.observe(self._count_steps, "value")
         self.session.counted_steps = bar.counted_steps.value
         self.answer.on_press(lambda _: self.apply(0))
+        self.knob_set.baseline_button.on_click(lambda _: self.take_baseline())
         self.knob_set.presets.observe(self._task_chosen, "value")
         self.task_line.on_press(lambda _: self.use_traffic())
         self.advice_view.on_apply(self.apply)
@@ -354,6 +357,15 @@ class Panel(ipw.VBox):
             if self.plan is not None:
                 self._show_plan(self.plan)
 
+    def take_baseline(self) -> None:
+        """All knobs to the settings of the baseline, one step of undo; nothing where none is pinned."""
+        baseline = self._by_id(self._baseline_id)
+        if baseline is not None:
+            self.knob_set.take(baseline.config)
+
+    def _edited(self, chosen: str | None) -> None:
+        self.refresh(chosen=chosen)
+
     def show_command(self) -> None:
         """The `vllm serve` command of the settings, ready to copy."""
         model = getattr(self.session, "source", "") or self.session.model.name
@@ -387,12 +399,16 @@ class Panel(ipw.VBox):
             self.choose(self._records[change["new"]].run_id)
 
     def _draw_runs(self) -> None:
-        info = run_table.get_run_table_info(self._records, self._baseline_id)
+        editor, baseline = self.editor, self._baseline_id
+        info = run_table.get_run_table_info(self._records, baseline, editor.pins, deltas=editor.deltas.value)
         ids = [row.run_id for row in info.rows]
         with self.runs.hold_sync():
             self.runs.show(run_table.table(info), run_table.sort_keys(info))
-            self.runs.pinned = [info.baseline_index] if info.baseline_index is not None else []
+            self.runs.pinned = list(info.pinned)
+            self.runs.marks = [editor.marks_of(run_id, baseline) for run_id in ids]
             self.runs.selected = ids.index(self._chosen_id) if self._chosen_id in ids else -1
+        editor.show(self._by_id(self._chosen_id), (baseline,) if baseline else ())
+        self.knob_set.baseline_button.disabled = self._by_id(baseline) is None
         self._draw_comparison()
 
     def _draw_comparison(self) -> None:

@@ -107,7 +107,8 @@ class TextLine(Part):
 
 
 class DataTable(Part):
-    """A table of text; `selected` is the index of the chosen row, -1 for none, `pinned` rows stay on top."""
+    """A table of text; `selected` is the index of the chosen row, -1 for none, `pinned` rows stay on top in their
+    order, and `marks` says row by row what stands behind its first cell."""
 
     columns = t.List(t.Unicode()).tag(sync=True)
     rows = t.List(t.List(t.Unicode())).tag(sync=True)
@@ -118,6 +119,7 @@ class DataTable(Part):
     selectable = t.Bool(False).tag(sync=True)
     selected = t.Int(-1).tag(sync=True)
     pinned = t.List(t.Int()).tag(sync=True)
+    marks = t.List(t.Unicode()).tag(sync=True)
 
     def __init__(self, **traits: Any) -> None:
         super().__init__(kind="table", **traits)

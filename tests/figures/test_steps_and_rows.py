@@ -103,7 +103,16 @@ def test_rows_say_what_differs_and_how_far_each_is_from_the_baseline():
     assert "▼ −" in rows[0][2]
     base, other = info.rows[1].summary.output_tokens_per_s, info.rows[0].summary.output_tokens_per_s
     assert f"{100 * (base - other) / base:.0f} %" in rows[0][2]
-    assert "(▼ +30 %)" in rows[0][4]
+    before, after = info.rows[1].summary.inter_token_s.p95, info.rows[0].summary.inter_token_s.p95
+    assert f"(▼ +30 %, +{1e3 * (after - before):.1f} ms)" in rows[0][4]
+
+
+def test_pins_follow_the_baseline_and_deltas_can_be_off():
+    runs = sample_runs()
+    info = get_run_table_info(runs, "run-16", ("run-64", "gone", "run-16", "run-8"), deltas=False)
+    assert info.pinned == (1, 2, 0)
+    assert all("▲" not in cell and "▼" not in cell for row in table(info).rows for cell in row)
+    assert get_run_table_info(runs).pinned == ()
 
 
 def test_rows_of_runs_that_gave_nothing_have_dashes_and_sort_last():

@@ -181,12 +181,13 @@ function renderTable({ model, el }) {
 
   const order = () => {
     const rows = model.get("rows").map((cells, index) => ({ cells, index }));
-    if (sort.column < 0) return rows;
     const keys = model.get("sort_keys");
-    const pinned = new Set(model.get("pinned"));
+    const pinned = model.get("pinned");
+    const place = (row) => (pinned.includes(row.index) ? pinned.indexOf(row.index) : pinned.length);
     const key = (row) => (keys[row.index] ? keys[row.index][sort.column] : row.cells[sort.column]);
     rows.sort((a, b) => {
-      if (pinned.has(a.index) !== pinned.has(b.index)) return pinned.has(a.index) ? -1 : 1;
+      if (place(a) !== place(b)) return place(a) - place(b);
+      if (sort.column < 0) return a.index - b.index;
       const [x, y] = [key(a), key(b)];
       const compared = typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y));
       return sort.rising ? compared : -compared;
@@ -241,7 +242,10 @@ function renderTable({ model, el }) {
       }
       if (model.get("pinned").includes(index)) line.classList.add("lk-pinned");
       cells.forEach((cell, column) => {
-        line.append(column === 0 ? node("th", "", cell, { scope: "row", title: cell }) : node("td", "", cell));
+        const made = column === 0 ? node("th", "", cell, { scope: "row", title: cell }) : node("td", "", cell);
+        const mark = column === 0 ? model.get("marks")[index] : "";
+        if (mark) made.append(node("span", "lk-mark", ` ${mark}`));
+        line.append(made);
       });
       made.append(line);
     });
