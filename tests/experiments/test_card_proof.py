@@ -24,7 +24,7 @@ MEMORY = Calibration(non_torch_bytes=3072, graphs_factor=0.6, activation_factor=
 TRAFFIC = {"num_requests": 24, "input_lengths": "uniform:16-200", "output_lengths": "uniform:8-40"}
 KNOBS = {
     "kv_cache_dtype": ("auto", "fp8"), "max_num_batched_tokens": (512, 2048), "max_num_seqs": (8, 24),
-    "gpu_memory_utilization": (0.3,),
+    "gpu_memory_utilization": (0.1,),
 }  # fmt: skip
 
 
