@@ -22,12 +22,12 @@ from labkit_kernels.checks import (
     check_shape,
 )
 from labkit_kernels.heuristics import INTERPRETER_SLOTS
-from labkit_kernels.ops import capability, interpreting, overlaps_launches
+from labkit_kernels.ops import interpreting, overlaps_launches
 
 COLUMNS_OF_WORD = 8
 GROUP_SIZES = (32, 64, 128)
-DEQUANTISE_ROWS = 1024
-FEW_ROWS = 32
+DEQUANTISE_ROWS = 129
+TILE_ROWS, TILE_COLUMNS, SUM_TILE = 16, 256, 256
 MAX_PARTS = 16
 
 
@@ -68,32 +68,21 @@ class AwqWeight:
 
 @dataclass(frozen=True)
 class AwqTiling:
-    """Rows, columns and inputs of a tile, parts of the input dimension (split-K), warps and stages."""
+    """Inputs of a step, a whole number of which make a group, and parts of the input dimension (split-K)."""
 
-    rows: int
-    columns: int
     inputs: int
     parts: int
-    warps: int
-    stages: int
 
 
-def awq_tiling(arch: int, slots: int, rows: int, weight: AwqWeight) -> AwqTiling:
-    """Small row counts split the inputs over programs until a card of `slots` multiprocessors is full."""
+def awq_tiling(slots: int, rows: int, weight: AwqWeight) -> AwqTiling:
+    """Few tiles split the inputs over programs until a card of `slots` multiprocessors has two for each."""
     inputs, columns = weight.qweight.shape[0], weight.scales.shape[1]
-    if rows <= FEW_ROWS:
-        step = next(size for size in (128, 64, 32) if weight.group_size % size == 0)
-        tile_rows, tile_columns, warps, stages = 16, 256, 4, 3
-    else:
-        step = next(size for size in (64, 32) if weight.group_size % size == 0 and (size == 32 or arch >= 90))
-        tile_rows, tile_columns, warps, stages = 128, 128, 8, 3
-        if rows <= 64:
-            tile_rows, warps = 64, 4
-    tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns)
+    step = next(size for size in (128, 64, 32) if weight.group_size % size == 0)
+    tiles = triton.cdiv(rows, TILE_ROWS) * triton.cdiv(columns, TILE_COLUMNS)
     parts = 1
     while parts < MAX_PARTS and tiles * parts < 2 * slots and inputs // (2 * parts * step) >= 1:
         parts *= 2
-    return AwqTiling(tile_rows, tile_columns, step, parts, warps, stages)
+    return AwqTiling(step, parts)
 
 
 @triton.jit
@@ -215,12 +204,13 @@ def _add_column(total, a, w, sum_a, zeros, scale, there, J: tl.constexpr):
 
 
 @triton.jit
-def _awq_words_kernel(
+def _awq_kernel(
     x, qweight, qzeros, scales, out, rows, words, inputs, group, part_inputs, x_row, w_row, z_row, s_row, o_part,
     o_row, ROWS: tl.constexpr, WORDS: tl.constexpr, INPUTS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """Few rows: words are unpacked in registers where the product wants them, as eight tiles of every eighth column."""
+    """One tile of one part of the inputs: words are unpacked in registers where the product wants them, as eight tiles
+    of every eighth column."""
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -268,35 +258,6 @@ def _nibbles(words, HALF: tl.constexpr):
 
 
 @triton.jit
-def _awq_kernel(
-    x, qweight, qzeros, scales, out, rows, columns, inputs, group, part_inputs, x_row, w_row, z_row, s_row, o_part,
-    o_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr, HALF: tl.constexpr,
-    TRIGGER: tl.constexpr,
-):  # fmt: skip
-    """Many rows: one tile of one part of the inputs, its weights scaled in 16 bits before the product."""
-    if TRIGGER:
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    word = tl.program_id(1) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
-    there = word * 8 < columns
-    start = tl.program_id(2) * part_inputs
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(start, min(start + part_inputs, inputs), INPUTS):
-        k = first + tl.arange(0, INPUTS)
-        x_at = (row.to(tl.int64) * x_row)[:, None] + k[None, :]
-        a = tl.load(x + x_at, mask=(row < rows)[:, None], other=0.0)
-        words = tl.load(qweight + (k.to(tl.int64) * w_row)[:, None] + word[None, :], mask=there[None, :], other=0)
-        g = first // group + tl.arange(0, 1).to(tl.int64)
-        zero_words = tl.load(qzeros + g * z_row + word, mask=there, other=0)
-        scale = tl.load(scales + g * s_row + column, mask=column < columns, other=0.0)
-        w = _nibbles(words, HALF) - _nibbles(zero_words[None, :], HALF)
-        total = tl.dot(a, w * scale.to(w.dtype)[None, :], total, out_dtype=tl.float32)
-    at = out + tl.program_id(2).to(tl.int64) * o_part + (row.to(tl.int64) * o_row)[:, None] + column[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
-
-
-@triton.jit
 def _sum_parts_kernel(
     partial, out, total, columns, o_row, PARTS: tl.constexpr, TILE: tl.constexpr, WAIT: tl.constexpr
 ):  # fmt: skip
@@ -341,7 +302,7 @@ def awq_dequantise(weight: AwqWeight, dtype: torch.dtype) -> torch.Tensor:
 def awq_matmul(x: torch.Tensor, weight: AwqWeight, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """x `[tokens, in]` in fp16 or bf16 times the 4-bit weights: `[tokens, out]`, summed in float32 in a fixed order.
 
-    From 1024 tokens on the weights are unpacked once for torch's own product: 2 · in · out bytes for a moment. Raises
+    From 129 tokens on the weights are unpacked once for torch's own product: 2 · in · out bytes for a moment. Raises
     KernelValueError or KernelTypeError naming the argument.
     """
     check_dtype("x", x, (torch.float16, torch.bfloat16))
@@ -367,33 +328,20 @@ def _slots(device: torch.device) -> int:
 def _launch(x: torch.Tensor, weight: AwqWeight, out: torch.Tensor) -> None:
     rows, inputs = x.shape
     columns = out.shape[1]
-    tiling = awq_tiling(capability(x.device), _slots(x.device), rows, weight)
-    part_inputs = triton.cdiv(inputs, tiling.parts * tiling.inputs) * tiling.inputs
+    tiling = awq_tiling(_slots(x.device), rows, weight)
     target, overlaps = out, False
     if tiling.parts > 1:
         target = torch.empty(tiling.parts, rows, columns, dtype=torch.float32, device=x.device)
         overlaps = overlaps_launches(x.device)
-    grid = (triton.cdiv(rows, tiling.rows), triton.cdiv(columns, tiling.columns), tiling.parts)
-    tensors = (x, weight.qweight, weight.qzeros, weight.scales, target)
-    strides = (
-        x.stride(0), weight.qweight.stride(0), weight.qzeros.stride(0), weight.scales.stride(0), rows * columns,
-        target.stride(-2),
+    _awq_kernel[(triton.cdiv(rows, TILE_ROWS), triton.cdiv(columns, TILE_COLUMNS), tiling.parts)](
+        x, weight.qweight, weight.qzeros, weight.scales, target, rows, columns // COLUMNS_OF_WORD, inputs,
+        weight.group_size, triton.cdiv(inputs, tiling.parts * tiling.inputs) * tiling.inputs, x.stride(0),
+        weight.qweight.stride(0), weight.qzeros.stride(0), weight.scales.stride(0), rows * columns, target.stride(-2),
+        ROWS=TILE_ROWS, WORDS=TILE_COLUMNS // COLUMNS_OF_WORD, INPUTS=tiling.inputs, HALF=x.dtype is torch.float16,
+        ASM=not interpreting(), TRIGGER=overlaps, num_warps=4, num_stages=3,
     )  # fmt: skip
-    common = {
-        "ROWS": tiling.rows, "INPUTS": tiling.inputs, "HALF": x.dtype is torch.float16, "TRIGGER": overlaps,
-        "num_warps": tiling.warps, "num_stages": tiling.stages,
-    }  # fmt: skip
-    if rows <= FEW_ROWS:
-        _awq_words_kernel[grid](
-            *tensors, rows, columns // COLUMNS_OF_WORD, inputs, weight.group_size, part_inputs, *strides,
-            WORDS=tiling.columns // COLUMNS_OF_WORD, ASM=not interpreting(), **common,
-        )  # fmt: skip
-    else:
-        _awq_kernel[grid](
-            *tensors, rows, columns, inputs, weight.group_size, part_inputs, *strides, COLUMNS=tiling.columns, **common
-        )
     if tiling.parts > 1:
-        _sum_parts_kernel[(triton.cdiv(rows * columns, 256),)](
-            target, out, rows * columns, columns, out.stride(0), PARTS=tiling.parts, TILE=256, WAIT=overlaps,
+        _sum_parts_kernel[(triton.cdiv(rows * columns, SUM_TILE),)](
+            target, out, rows * columns, columns, out.stride(0), PARTS=tiling.parts, TILE=SUM_TILE, WAIT=overlaps,
             num_warps=2, **({"launch_pdl": True} if overlaps else {}),
         )  # fmt: skip
