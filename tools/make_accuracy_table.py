@@ -1,4 +1,4 @@
-"""Write README's accuracy table from `results/planner.json`; `--check` fails when the README is older.
+"""Write the accuracy tables of README and `docs/virtual-gpu.md` from `results/`; `--check` fails when one is older.
 
 Usage: .venv/bin/python tools/make_accuracy_table.py [--check]
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+VIRTUAL_GPU = ROOT / "docs" / "virtual-gpu.md"
 START, END = "<!-- accuracy -->", "<!-- /accuracy -->"
 SERVERS = (("h100_vllm_0_19", "vLLM 0.19, H100"), ("h200_vllm_0_25", "vLLM 0.25, H200, changed flags"))
 PARTS = (
@@ -53,21 +54,38 @@ def _cell(error: dict[str, float], unit: str) -> str:
     return f"{error['mean_absolute']:.2f} {unit}, {abs(error['largest']):.2f} {unit}"
 
 
-def filled(readme: str, results: dict[str, Any]) -> str:
-    """`readme` with the table between its marks."""
-    before, rest = readme.split(START, 1)
+def simulation_table(results: dict[str, Any]) -> str:
+    """What the virtual GPU is held to, met or missed, in Markdown."""
+    lines = ["| what | value | at least or most | aim | |", "|---|---|---|---|---|"]
+    for what, entry in results["summary"].items():
+        kind = "at least" if "at_least" in entry else "at most"
+        bar = entry[kind.replace(" ", "_")]
+        value = "not measured" if entry["value"] is None else f"{entry['value']:.3g}"
+        lines.append(f"| {what} | {value} | {kind} {bar:g} | {entry['aim']:g} | {'met' if entry['ok'] else 'missed'} |")
+    return "\n".join(lines)
+
+
+def filled(text: str, wanted: str) -> str:
+    """`text` with `wanted` between its marks."""
+    before, rest = text.split(START, 1)
     after = rest.split(END, 1)[1]
-    return f"{before}{START}\n{table(results)}\n{END}{after}"
+    return f"{before}{START}\n{wanted}\n{END}{after}"
 
 
 def main() -> int:
     """Write, or with `--check` compare; the exit code."""
-    readme = README.read_text()
-    wanted = filled(readme, json.loads((ROOT / "results" / "planner.json").read_text()))
-    if "--check" in sys.argv:
-        return int(wanted != readme)
-    README.write_text(wanted)
-    return 0
+    planner, simulation = (
+        json.loads((ROOT / "results" / name).read_text()) for name in ("planner.json", "simulation.json")
+    )
+    pages = {README: table(planner), VIRTUAL_GPU: simulation_table(simulation)}
+    is_old = False
+    for path, wanted in pages.items():
+        text = path.read_text()
+        new = filled(text, wanted)
+        is_old = is_old or new != text
+        if "--check" not in sys.argv:
+            path.write_text(new)
+    return int(is_old and "--check" in sys.argv)
 
 
 if __name__ == "__main__":
