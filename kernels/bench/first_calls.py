@@ -8,13 +8,12 @@ from functools import partial
 
 import peers
 import torch
-from labkit_kernels.cascade import SharedPrefix, cascade_decode
 from labkit_kernels.kv_write import KVTarget, write_kv
 from labkit_kernels.paged_decode import paged_decode
 from labkit_kernels.scores import Scores
 from labkit_kernels.teaching import VARIANTS, variant_workspace
 from shapes import DECODE, PREFILL, Inputs, Pool, Shape, make_inputs
-from sweep import KV, decode_call, prefill_call
+from sweep import KV, decode_call, first_shared_call, prefill_call
 
 SMALL_LENGTH = 256
 LARGE_BATCH = 128
@@ -64,13 +63,6 @@ def write(kv: str, num_tokens: int) -> None:
     write_kv(rows, rows, torch.arange(num_tokens, device="cuda"), KVTarget(*caches))
 
 
-def shared_prefix(batch: int) -> None:
-    """Both launches of a cascade."""
-    inputs = _inputs(Shape("shared", (SMALL_LENGTH,) * batch), "bf16", 16)
-    prefix = SharedPrefix.make(inputs.tables[0, :4].contiguous(), 64, batch)
-    cascade_decode(inputs.q, inputs.k, inputs.v, prefix, inputs.tables[:, 4:], inputs.lens - 64, Scores(scale=0.1))
-
-
 def variant(name: str, block_size: int) -> None:
     """A teaching variant."""
     inputs, scores = _inputs(DECODE[0], "bf16", block_size), Scores(scale=0.1)
@@ -93,7 +85,7 @@ def tasks(decode_rows: list[tuple[Shape, str, int]], writes: list[tuple[str, int
         *(partial(flashinfer, kv, tensor_cores) for kv in ("bf16", "fp8") for tensor_cores in (True, False)),
         partial(prefill, PREFILL[-1]),
         *distinct.values(),
-        partial(shared_prefix, batch),
+        partial(first_shared_call, None, batch),
         *(partial(write, *row) for row in writes),
         *(partial(variant, name, size) for name in VARIANTS[1:] for size in (16, 32, 64, 128)),
     ]

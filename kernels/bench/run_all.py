@@ -18,15 +18,14 @@ import first_calls
 import peers
 import torch
 import triton
-from labkit_kernels.cascade import SharedPrefix, cascade_decode
 from labkit_kernels.heuristics import as_dict
 from labkit_kernels.kv_write import KVTarget, write_kv
-from labkit_kernels.paged_decode import make_workspace, paged_decode
+from labkit_kernels.paged_decode import paged_decode
 from labkit_kernels.scores import Scores
 from labkit_kernels.teaching import VARIANTS, variant_workspace
 from shapes import DECODE, PREFILL, Inputs, Pool, Shape, make_inputs, with_heads
 from summary import by_name, summarise
-from sweep import KV, POOL_ELEMENTS, decode_call, prefill_call
+from sweep import KV, POOL_ELEMENTS, decode_call, prefill_call, shared_call
 from timing import copy_ceiling, make_flush, read_ceiling, time_us
 from warm import warm
 
@@ -122,21 +121,7 @@ class Bench:
 
     def shared_prefix(self, batch: int = SHARED_BATCH, shared: int = 8192, own: int = 512) -> None:
         """Cascade against the plain kernel on the same shared tables."""
-        inputs = make_inputs(Shape("shared", (shared + own,) * batch), 16, torch.bfloat16, self.pool)
-        inputs.tables[:, : shared // 16] = inputs.tables[0, : shared // 16]
-        scores = Scores(scale=128**-0.5)
-        _, plain = decode_call(inputs, None)
-        own_tables = inputs.tables[:, shared // 16 :]
-        own_lens = torch.full((batch,), own, dtype=torch.int32, device="cuda")
-        workspace = make_workspace(inputs.q, inputs.k, own_tables, scores)
-        workspace.plan(own_lens)
-        prefix = SharedPrefix.make(inputs.tables[0, : shared // 16].contiguous(), shared, batch)
-        out = torch.empty_like(inputs.q)
-        args = (inputs.q, inputs.k, inputs.v, prefix, own_tables, own_lens, scores)
-
-        def cascade() -> torch.Tensor:
-            return cascade_decode(*args, workspace=workspace, out=out)
-
+        cascade, plain = shared_call(self.pool, None, batch, shared, own)
         want, have = plain().float(), cascade().float()
         self.rows.append(
             {

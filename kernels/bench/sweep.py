@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from labkit_kernels.cascade import SharedPrefix, cascade_decode
 from labkit_kernels.heuristics import DecodeConfig, PrefillConfig
 from labkit_kernels.paged_decode import make_workspace, paged_decode
 from labkit_kernels.paged_prefill import paged_prefill
@@ -102,6 +103,33 @@ def prefill_call(inputs: Inputs, config: PrefillConfig | None):
     out = torch.empty_like(inputs.q)
     args = (inputs.q, inputs.k, inputs.v, inputs.tables, inputs.lens, inputs.starts, scores)
     return lambda: paged_prefill(*args, max_query_len=inputs.shape.new, out=out, config=config)
+
+
+def shared_variants() -> list[PrefillConfig]:
+    """Variants of the shared part of a cascade: rows, tile, warps, stages, and the stages of the rest."""
+    settings = ((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 128, 8, 2), (32, 64, 4, 2), (32, 128, 4, 2))
+    return [PrefillConfig(rows, tile, warps, stages, tile, stages) for rows, tile, warps, stages in settings]
+
+
+def shared_call(pool: Pool, config: PrefillConfig | None, batch: int, shared: int, own: int):
+    """A cascade over a prefix of `shared` tokens, and the plain kernel on the same tables."""
+    inputs = make_inputs(Shape("shared", (shared + own,) * batch), 16, torch.bfloat16, pool)
+    blocks = shared // 16
+    inputs.tables[:, :blocks] = inputs.tables[0, :blocks]
+    scores = Scores(scale=inputs.shape.head_dim**-0.5)
+    own_tables = inputs.tables[:, blocks:]
+    own_lens = torch.full((batch,), own, dtype=torch.int32, device="cuda")
+    workspace = make_workspace(inputs.q, inputs.k, own_tables, scores)
+    workspace.plan(own_lens)
+    prefix = SharedPrefix.make(inputs.tables[0, :blocks].contiguous(), shared, batch)
+    out = torch.empty_like(inputs.q)
+    args = (inputs.q, inputs.k, inputs.v, prefix, own_tables, own_lens, scores)
+    return (lambda: cascade_decode(*args, workspace=workspace, out=out, config=config)), decode_call(inputs, None)[1]
+
+
+def first_shared_call(config: PrefillConfig | None, batch: int = 32) -> None:
+    """Compiles both launches of a cascade as they are for a long prefix."""
+    shared_call(Pool(POOL_ELEMENTS), config, batch, 8192, 64)[0]()
 
 
 def first_call(kv: str, config: DecodeConfig | PrefillConfig, block_size: int) -> None:

@@ -1,9 +1,10 @@
-"""Measures the decode and prefill candidates on this card and rewrites its settings. usage: tune.py [OUT] [--quick]
+"""Measures candidates on this card and rewrites its settings. usage: tune.py [OUT] [--quick | --shared]
 
 Times come from sweep.py's variants; for each KV kind the candidate with the smallest geometric mean over the shapes
 wins, once for batches below 128 and once for larger ones. Only rules of this card's architecture for head sizes up to
-128 change; OUT (default: the package's heuristics.json) receives the table. --quick takes two candidates on small
-shapes, to see that the script works here: its choice is not for use, so it needs an OUT of its own.
+128 change; OUT (default: the package's heuristics.json) receives the table. --shared measures the shared part of a
+cascade alone. --quick takes two candidates on small shapes, to see that the script works here: its choice is not for
+use, so it needs an OUT of its own.
 """
 
 from __future__ import annotations
@@ -19,12 +20,24 @@ from pathlib import Path
 import labkit_kernels
 import torch
 from shapes import DECODE, PREFILL, Pool, Shape, make_inputs
-from sweep import KV, POOL_ELEMENTS, decode_call, decode_variants, first_call, prefill_call, prefill_variants
+from sweep import (
+    KV,
+    POOL_ELEMENTS,
+    decode_call,
+    decode_variants,
+    first_call,
+    first_shared_call,
+    prefill_call,
+    prefill_variants,
+    shared_call,
+    shared_variants,
+)
 from timing import make_flush, time_us
 from warm import warm
 
 TABLE = Path(labkit_kernels.__file__).with_name("heuristics.json")
 LARGE_BATCH = 128
+SHARED = (32, 8192, 512)
 KINDS = {"bf16": ["native"], "fp8": ["fp8"], "int8": ["int8", "e4m3_bits"]}
 DEFAULTS = {"prefetch": True, "evict": "", "swap": False, "words": False}
 
@@ -60,6 +73,20 @@ def decode_rules(pool: Pool, flush, quick: bool) -> list[dict]:
     return rules
 
 
+def shared_rules(pool: Pool, flush, base: list[dict]) -> list[dict]:
+    """The rule for batches of more than 64 rows of a KV head, measured on 32 sequences, before those of `base`."""
+    times = {}
+    for candidate in shared_variants():
+        try:
+            times[candidate] = time_us(shared_call(pool, candidate, *SHARED)[0], flush, 21)
+        except Exception as error:
+            print(f"{candidate}: {type(error).__name__}: {str(error)[:120]}")
+    for candidate, us in sorted(times.items(), key=lambda entry: entry[1]):
+        print(f"{us:.1f} us {candidate}", flush=True)
+    use = asdict(min(times, key=times.__getitem__))
+    return [{"when": {"kv": ["native"], "max_head_dim": 128, "min_rows": 65}, "use": use}, *base]
+
+
 def dump(table: dict) -> str:
     """The table with one rule a line."""
     architectures = []
@@ -89,20 +116,28 @@ def main() -> None:
     """Compiles, measures and writes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, nargs="?", default=TABLE)
-    parser.add_argument("--quick", action="store_true")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--quick", action="store_true")
+    kinds.add_argument("--shared", action="store_true")
     options = parser.parse_args()
     if options.quick and options.out == TABLE:
         parser.error("--quick needs a file of its own: its choice is not for use")
     started, limit = time.time(), 2 if options.quick else None
     jobs = [partial(first_call, kv, config, 16) for kv in KV for config in decode_variants(kv)[:limit]]
     jobs += [partial(first_call, "bf16", config, 16) for config in prefill_variants()[:limit]]
+    if options.shared:
+        jobs = [partial(first_shared_call, config) for config in shared_variants()]
     print(f"{len(jobs)} candidates; failed: {warm(jobs)}; {time.time() - started:.0f} s", flush=True)
     major, minor = torch.cuda.get_device_capability()
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     known = sorted(table["architectures"], key=int)
     arch = str(10 * major + minor)
     base = table["architectures"].get(arch) or table["architectures"][known[-1]]
-    table["architectures"][arch] = tuned(base, options.quick)
+    if options.shared:
+        rules = [rule for rule in base["shared"] if "min_rows" not in rule["when"]]
+        table["architectures"][arch] = base | {"shared": shared_rules(Pool(POOL_ELEMENTS), make_flush(), rules)}
+    else:
+        table["architectures"][arch] = tuned(base, options.quick)
     options.out.write_text(dump(table), encoding="utf-8")
     print(f"{options.out} written after {time.time() - started:.0f} s")
 

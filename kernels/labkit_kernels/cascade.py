@@ -23,7 +23,7 @@ from labkit_kernels.checks import (
     check_shape,
 )
 from labkit_kernels.decode_plan import DecodeWorkspace
-from labkit_kernels.heuristics import DecodeConfig, num_slots, shared_config
+from labkit_kernels.heuristics import DecodeConfig, PrefillConfig, num_slots, shared_config
 from labkit_kernels.ops import cache_kind, capability, overlaps_launches
 from labkit_kernels.paged_decode import make_workspace, paged_decode
 from labkit_kernels.paged_prefill import MAX_SPLITS, MIN_TILES_OF_SPLIT, launch_prefill
@@ -75,13 +75,14 @@ def cascade_decode(
     workspace: DecodeWorkspace | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    config: PrefillConfig | None = None,
 ) -> torch.Tensor:
     """`out [tokens, q heads, D]` of each sequence over the shared keys of `prefix` and its own keys after them.
 
     block_tables int32 `[sequences, blocks]` and own_lens int32 `[sequences]` hold only what comes after the prefix (the
-    query tokens counted). A workspace was planned with `own_lens`. Other arguments as in `paged_decode`; a window is
-    not supported. The result equals `paged_decode` over the whole tables up to rounding. Raises KernelValueError or
-    KernelTypeError naming the argument.
+    query tokens counted). A workspace was planned with `own_lens`. config: launch settings of the shared part, else
+    those recorded. Other arguments as in `paged_decode`; a window is not supported. The result equals `paged_decode`
+    over the whole tables up to rounding. Raises KernelValueError or KernelTypeError naming the argument.
     """
     check_cache(q, k_cache, v_cache, block_tables)
     check_lengths(q, block_tables, own_lens, None)
@@ -97,16 +98,16 @@ def cascade_decode(
     if workspace is None:
         workspace = make_workspace(q, k_cache, block_tables, scores)
         workspace.plan(own_lens)
-    shared = _attend_shared(q, k_cache, v_cache, prefix, replace(scores, sinks=None))
+    shared = _attend_shared(q, k_cache, v_cache, prefix, replace(scores, sinks=None), config)
     return paged_decode(
         q, k_cache, v_cache, block_tables, own_lens, scores, workspace=workspace, out=out, lse=lse, shared=shared
     )
 
 
-def _attend_shared(q, k_cache, v_cache, prefix, scores):
+def _attend_shared(q, k_cache, v_cache, prefix, scores, config):
     """Partial results of all queries over the shared keys: one sequence whose rows all see every key."""
     group = q.shape[1] // k_cache.shape[2]
-    config = shared_config(capability(q.device), cache_kind(k_cache), q.shape[2], q.shape[0] * group)
+    config = config or shared_config(capability(q.device), cache_kind(k_cache), q.shape[2], q.shape[0] * group)
     programs = triton.cdiv(q.shape[0] * group, config.rows) * k_cache.shape[2]
     slots = num_slots(q.device, DecodeConfig(ctas_per_sm=1))
     splits = max(2, min(slots // programs, triton.cdiv(prefix.length, config.tile) // MIN_TILES_OF_SPLIT, MAX_SPLITS))
