@@ -11,6 +11,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -173,31 +174,30 @@ def decode_rows() -> list[tuple[Shape, str, int]]:
     return rows + [(shape, "int8", 16) for shape in MAIN]
 
 
-def run(bench: Bench) -> None:
-    """All rows."""
+def stages(bench: Bench) -> Iterator[str]:
+    """All rows, a name after each part."""
     bench.rows.append(
         {"table": "ceilings", "read_gb_s": read_ceiling(bench.flush), "copy_gb_s": copy_ceiling(bench.flush)}
     )
     for shape, kv, block_size in decode_rows():
         bench.decode(shape, kv, block_size)
+    yield "decode"
     for shape in PREFILL:
         bench.prefill(shape)
+    yield "prefill"
+    bench.shared_prefix()
     for kv, num_tokens in WRITES:
         bench.kv_write(kv, num_tokens)
-    bench.shared_prefix()
+    yield "shared prefix and KV writes"
     for block_size in (16, 32, 64, 128):
         bench.variants(make_inputs(DECODE[0], block_size, torch.bfloat16, bench.pool))
+    yield "variants"
 
 
-def main() -> None:
-    """Runs, summarises, writes the JSON, prints the summary."""
-    started = time.time()
-    failed = warm(first_calls.tasks(decode_rows(), list(WRITES), SHARED_BATCH))
-    print(f"all compiled at {time.time() - started:.0f} s; failed: {failed}", flush=True)
-    bench = Bench()
-    run(bench)
+def record(bench: Bench) -> dict:
+    """The result as far as it has come."""
     properties = torch.cuda.get_device_properties(0)
-    result = {
+    return {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": "PYTHONPATH=kernels:<peers> python3 kernels/bench/run_all.py results/kernels.json",
         "card": f"{properties.name}, {properties.multi_processor_count} SMs, L2 {properties.L2_cache_size} bytes",
@@ -210,10 +210,21 @@ def main() -> None:
         "summary": by_name(summarise(bench.rows)),
         "rows": bench.rows,
     }  # fmt: skip
-    Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Compiles, runs, writes the JSON after each part, prints the summary."""
+    started = time.time()
+    failed = warm(first_calls.tasks(decode_rows(), list(WRITES), SHARED_BATCH))
+    print(f"all compiled at {time.time() - started:.0f} s; failed: {failed}", flush=True)
+    bench = Bench()
+    for stage in stages(bench):
+        result = record(bench)
+        Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(f"{stage} at {time.time() - started:.0f} s", flush=True)
     for name, entry in result["summary"].items():
         print(name, json.dumps(entry))
-    print(f"missing: {bench.missing}; {time.time() - started:.0f} s")
+    print(f"missing: {bench.missing}")
 
 
 if __name__ == "__main__":
