@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from labkit import format as fmt
 from labkit.figures.frame import empty, panels
-from labkit.figures.memory_timeline import TITLES, drawn
+from labkit.figures.memory_timeline import TITLES, drawn, traces
 from labkit.figures.palette import get_theme
 from labkit.figures.thinning import MAX_POINTS, Thinned, thin
 
@@ -115,22 +115,9 @@ def draw_live(info: LiveInfo, theme: str = "light") -> go.Figure:
 
 def _add_memory(figure: go.Figure, info: LiveInfo, theme: str) -> None:
     """The fourth plot; its legend stands over it."""
-    lines = drawn(info.memory)
-    divisor, unit = fmt.memory_scale(max(max(points.y) for _, points in lines))
-    for (field, points), style in zip(lines, get_theme(theme).lines, strict=False):
-        figure.add_trace(
-            go.Scatter(
-                name=TITLES[field],
-                mode="lines",
-                legend="legend2",
-                x=points.x,
-                y=[value / divisor for value in points.y],
-                line={"color": style.color, "dash": style.dash, "width": 2},
-                hovertemplate="%{x:.2f} s: %{y:,.4g} " + unit + "<extra>" + TITLES[field] + "</extra>",
-            ),
-            row=4,
-            col=1,
-        )
+    divisor, unit = fmt.memory_scale(max(max(points.y) for _, points in drawn(info.memory)))
+    for trace in traces(info.memory, theme, divisor, unit):
+        figure.add_trace(trace.update(legend="legend2"), row=4, col=1)
     figure.update_yaxes(title_text=f"memory ({unit})", rangemode="tozero", row=4, col=1)
     figure.update_layout(legend2={"orientation": "h", "y": 0.2, "yanchor": "bottom", "x": 1, "xanchor": "right"})
 

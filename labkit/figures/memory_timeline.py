@@ -72,6 +72,21 @@ def drawn(series: Sequence[tuple[str, Thinned]]) -> list[tuple[str, Thinned]]:
             if field in TITLES and not (on_card and field == "process_bytes")]  # fmt: skip
 
 
+def traces(series: Sequence[tuple[str, Thinned]], theme: str, divisor: float, unit: str) -> list[go.Scatter]:
+    """The lines of `drawn(series)`, in units of `divisor` bytes."""
+    return [
+        go.Scatter(
+            name=TITLES[field],
+            mode="lines",
+            x=points.x,
+            y=[value / divisor for value in points.y],
+            line={"color": style.color, "dash": style.dash, "width": 2},
+            hovertemplate="%{x:.2f} s: %{y:,.4g} " + unit + "<extra>" + TITLES[field] + "</extra>",
+        )
+        for (field, points), style in zip(drawn(series), get_theme(theme).lines, strict=False)
+    ]
+
+
 def draw_memory_timeline(info: MemoryTimelineInfo, theme: str = "light") -> go.Figure:
     """One line for each series, and the total."""
     if not info.series:
@@ -79,17 +94,7 @@ def draw_memory_timeline(info: MemoryTimelineInfo, theme: str = "light") -> go.F
     colors = get_theme(theme)
     divisor, unit = fmt.memory_scale(info.total_bytes)
     figure = frame(theme, 380)
-    for (field, points), style in zip(drawn(info.series), colors.lines, strict=False):
-        figure.add_trace(
-            go.Scatter(
-                name=TITLES[field],
-                mode="lines",
-                x=points.x,
-                y=[value / divisor for value in points.y],
-                line={"color": style.color, "dash": style.dash, "width": 2},
-                hovertemplate="%{x:.2f} s: %{y:,.4g} " + unit + "<extra>" + TITLES[field] + "</extra>",
-            )
-        )
+    figure.add_traces(traces(info.series, theme, divisor, unit))
     figure.add_hline(y=info.total_bytes / divisor, line={"color": BASELINE, "dash": "dash", "width": 1.5},
                      annotation={"text": f"total {fmt.memory(info.total_bytes)}", "yanchor": "bottom",
                                  "font": {"color": colors.muted}})  # fmt: skip
