@@ -18,7 +18,7 @@ import numpy as np
 from labkit.engine.step_constants import StepConstants, load_constants
 from labkit.experiments.calibrate import calibrate, memory_calibration
 from labkit.experiments.card_constants import constants_of
-from labkit.experiments.card_sweep import BASE, SweepRun, run_metrics, unpacked_steps
+from labkit.experiments.card_sweep import SweepRun, run_metrics, unpacked_steps
 from labkit.experiments.microbench import Microbenchmark
 from labkit.experiments.run import RunOutcome
 from labkit.experiments.search import Outcome, Point, Simulate, guided_search
@@ -101,7 +101,7 @@ def read_sweep(path: Path) -> Sweep:
     found = from_plain(Microbenchmark, content["microbenchmark"])
     rows = [row for row in content["rows"] if "error" not in row]
     runs = tuple(
-        MeasuredRun(SweepRun(row["part"], row["knobs"], row["seed"], row["traffic"] or None, row["model"]), row, gpu)
+        MeasuredRun(SweepRun(row["part"], row["settings"], row["seed"], row["traffic"], row["model"]), row, gpu)
         for row in rows
     )
     return Sweep(
@@ -186,7 +186,7 @@ def foretold(runs: Sequence[MeasuredRun], constants: StepConstants, memory: Cali
     for run in runs:
         found = foretell(run, constants, memory)
         rows.append({
-            "part": run.run.part, "knobs": dict(run.run.knobs), "seed": run.run.seed, "traffic": run.run.traffic,
+            "part": run.run.part, "knobs": run.row["knobs"], "seed": run.run.seed, "traffic": run.run.traffic,
             "measured": {name: run.row[name] for name in METRICS}, "foretold": {name: found[name] for name in METRICS},
             "error_percent": {name: round(100 * value, 2) for name, value in errors(run.row, found).items()},
         })  # fmt: skip
@@ -228,16 +228,14 @@ def changed_flags(sweep: Sweep) -> dict[str, dict[str, float]]:
 
 
 def _only_difference(first: MeasuredRun, second: MeasuredRun) -> str | None:
-    changed = [
-        name for name, value in {**BASE, **first.run.knobs}.items() if {**BASE, **second.run.knobs}.get(name) != value
-    ]
+    changed = [name for name, value in first.run.knobs.items() if second.run.knobs.get(name) != value]
     return changed[0] if len(changed) == 1 else None
 
 
 def search_on_grid(sweep: Sweep, max_runs: int) -> dict[str, float]:
     """The search on the measured grid: launches are its runs, the simulation starts from the microbenchmark and learns
     from the first launches. Percent of goals (throughput under limits of p99 ITL) met within 5 %, mean launches."""
-    grid = {tuple(run.run.knobs.items()): run for run in sweep.grid}
+    grid = {tuple(run.row["knobs"].items()): run for run in sweep.grid}
     points = [dict(key) for key in grid]
     limits = [float(np.percentile([run.row["itl_p99_s"] for run in grid.values()], part)) for part in _LIMITS_PERCENT]
     simulations = _Simulations(sweep, grid)

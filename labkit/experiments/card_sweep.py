@@ -133,8 +133,8 @@ class CardEngine:
         gc.collect()
         outcome = self._serve(run.workload(), run.seed)
         return {
-            "part": run.part, "model": run.model, "knobs": dict(run.knobs), "seed": run.seed,
-            "traffic": dict(run.traffic or {}), "configure_s": round(configure_s, 3),
+            "part": run.part, "model": run.model, "knobs": dict(run.knobs), "settings": {**BASE, **run.knobs},
+            "seed": run.seed, "traffic": {**TRAFFIC, **(run.traffic or {})}, "configure_s": round(configure_s, 3),
             "num_gpu_blocks": self._engine.plan.num_gpu_blocks, "planned_blocks": planned.num_gpu_blocks,
             "memory_parts": self._engine.memory_parts(), **run_metrics(outcome), "steps": packed_steps(outcome.steps),
         }  # fmt: skip

@@ -36,19 +36,18 @@ def microbenchmark() -> Microbenchmark:
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
     """A file of runs of an engine whose attention and host are slower than the microbenchmark says."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(card_sweep, "TRAFFIC", TRAFFIC)
-        base = constants_of(microbenchmark(), GPU, load_constants(engine="labkit"))
-        truth = base.replace(kv_efficiency=0.6, kv_efficiency_8bit=0.6 / 0.85 * 0.7, step_s=1.6 * base.step_s,
-                             layer_s=1.3 * base.layer_s)  # fmt: skip
-        points = [dict(zip(KNOBS, values, strict=True)) for values in itertools.product(*KNOBS.values())]
-        runs = [SweepRun("repeat", {}), *(SweepRun("grid", point) for point in points), SweepRun("held back", {}, 7)]
-        rows = [row_of(run, truth) for run in runs]
-        path = tmp_path_factory.mktemp("sweep") / "sweep.json"
-        failed = {"part": "grid", "knobs": {}, "error": "out of memory"}
-        content = {"rows": [*rows, failed], "microbenchmark": asdict(microbenchmark()), "card": "NVIDIA H200"}
-        path.write_text(json.dumps(content))
-        yield read_sweep(path)
+    base = constants_of(microbenchmark(), GPU, load_constants(engine="labkit"))
+    truth = base.replace(kv_efficiency=0.6, kv_efficiency_8bit=0.6 / 0.85 * 0.7, step_s=1.6 * base.step_s,
+                         layer_s=1.3 * base.layer_s)  # fmt: skip
+    points = [dict(zip(KNOBS, values, strict=True)) for values in itertools.product(*KNOBS.values())]
+    runs = [SweepRun("repeat", {}, 0, TRAFFIC), *(SweepRun("grid", point, 0, TRAFFIC) for point in points)]
+    runs.append(SweepRun("held back", {}, 7, TRAFFIC))
+    rows = [row_of(run, truth) for run in runs]
+    path = tmp_path_factory.mktemp("sweep") / "sweep.json"
+    failed = {"part": "grid", "knobs": {}, "error": "out of memory"}
+    content = {"rows": [*rows, failed], "microbenchmark": asdict(microbenchmark()), "card": "NVIDIA H200"}
+    path.write_text(json.dumps(content))
+    return read_sweep(path)
 
 
 def row_of(run, constants):
@@ -62,7 +61,8 @@ def row_of(run, constants):
               "activation": round(1.2 * parts["activation"])}  # fmt: skip
     outcome = RunOutcome("finished", record.duration_s, record.requests, record.steps, None)
     return {
-        "part": run.part, "model": run.model, "knobs": dict(run.knobs), "seed": run.seed, "traffic": {},
+        "part": run.part, "model": run.model, "knobs": dict(run.knobs), "seed": run.seed,
+        "settings": {**card_sweep.BASE, **run.knobs}, "traffic": TRAFFIC,
         "num_gpu_blocks": record.plan.num_gpu_blocks, "memory_parts": parts, **run_metrics(outcome),
         "steps": packed_steps(record.steps),
     }  # fmt: skip
