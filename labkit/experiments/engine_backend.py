@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from labkit.errors import DoesNotFitError, FileFormatError, UnsupportedError
-from labkit.experiments.backend import Emit, IsCancelled
+from labkit.experiments.backend import Emit, IsCancelled, is_lost_context
 from labkit.experiments.rank_backend import threads_of_environment
 from labkit.experiments.rank_group import RankGroup
 from labkit.experiments.run import PromptOf, RunOptions, RunOutcome, WorkloadRun
@@ -150,8 +150,11 @@ class EngineBackend:
                 if options.counted_steps:
                     contexts = [_context(prompt_of(index), length) for index, length in outcome.fullest_requests]
                     counted = count_decode_steps(self._engine, contexts, options.counted_steps, is_cancelled)
-        except (UnsupportedError, FileFormatError) as error:
-            counted = dataclasses.replace(counted, notes=(*counted.notes, f"no memory snapshot: {plain(error, 300)}"))
+        # The timed run is over; whatever fails here, its results stand. Only a lost context ends the worker.
+        except Exception as error:
+            if is_lost_context(error):
+                raise
+            counted = dataclasses.replace(counted, notes=(*counted.notes, _why(error)))
         emit(_progress("count steps", 1, start))
         return counted
 
@@ -202,6 +205,13 @@ def _prepare(device: str) -> None:
     if not torch.cuda.is_available():
         raise UnsupportedError("torch does not find the card in the worker", works="gpu='cpu', or labkit doctor")
     torch.cuda.empty_cache()
+
+
+def _why(error: Exception) -> str:
+    """One line of `counter_notes`."""
+    if isinstance(error, (UnsupportedError, FileFormatError)):
+        return f"no memory snapshot: {plain(error, 300)}"
+    return f"not counted: {type(error).__name__}: {plain(error, 300)}"
 
 
 def _context(prompt: Sequence[int], length: int) -> list[int]:

@@ -1,8 +1,12 @@
 """The whole way once with the real engine on SmolLM2: load once, configure anew, run, measure, cancel, go on."""
 
+from types import SimpleNamespace
+
 import pytest
 
 import labkit
+from labkit.experiments import engine_backend
+from labkit.experiments.engine_backend import EngineBackend
 from labkit.experiments.run import RunOptions
 from labkit.specs import synthetic_workload
 from labkit.specs.engine_config import EngineConfig
@@ -47,6 +51,24 @@ def test_counters_and_memory_say_what_they_are(session, tmp_path):
     assert max(sample.kv_used_bytes for sample in record.memory_timeline) > 0
     assert min(sample.process_bytes for sample in record.memory_timeline) > record.measured.weights_bytes
     assert session.store.get(record.run_id) == record
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"), [(RuntimeError("no kernel"), False), (RuntimeError("CUDA error: illegal access"), True)]
+)
+def test_a_run_stands_when_counting_fails(monkeypatch, error, ends):
+    def fail(*_):
+        raise error
+
+    backend = EngineBackend()
+    monkeypatch.setattr(engine_backend, "count_decode_steps", fail)
+    outcome = SimpleNamespace(fullest_requests=((0, 3),))
+    ask = (outcome, RunOptions(counted_steps=1), lambda index: [1, 2], lambda event: None, lambda: False)
+    if ends:
+        with pytest.raises(RuntimeError):
+            backend._counted(*ask)
+    else:
+        assert backend._counted(*ask).notes == ("not counted: RuntimeError: no kernel",)
 
 
 def test_weights_are_loaded_once(session):

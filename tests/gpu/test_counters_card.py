@@ -165,7 +165,7 @@ def test_steps_of_a_run_are_counted(record):
     assert record.counters.method == record.step_counters.method == "measured (CUPTI range profiler)"
     least = min(row.input_tokens for row in record.requests) * record.plan.block_bytes // record.plan.config.block_size
     running = int(record.counters.scope.split(" of ")[2].split()[0])
-    assert 1.0 < record.counters.dram_bytes / (running * least) < 1.3
+    assert 0.9 < record.counters.dram_bytes / (running * least) < 1.4
     weights = record.measured.weights_bytes
     assert record.step_counters.dram_bytes > 0.9 * (record.counters.dram_bytes + weights)
     assert record.step_counters.kernel_time_s > record.counters.kernel_time_s
