@@ -41,6 +41,8 @@ FLAGS = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "kv
 # Below so many preemptions a share says little.
 _FEW_PREEMPTIONS = 10
 _LIMITS_PERCENT = (25, 50, 75, 100)
+# Every so many runs of the grid calibrate in turn; coprime to its sides, so that all values of all flags do.
+_EVERY = 5
 
 
 @dataclass(frozen=True)
@@ -206,8 +208,8 @@ def changed_flags(sweep: Sweep) -> dict[str, dict[str, float]]:
     """Flag → median and largest error of throughput and TPOT in percent, over pairs of runs that differ in it alone:
     the constants come from the first, the second is foretold."""
     found: dict[str, list[dict[str, float]]] = {flag: [] for flag in FLAGS}
-    runs = [run for run in sweep.runs if run.run.part in ("repeat", "flag", "grid")]
-    for first in runs:
+    runs = [run for run in sweep.runs if run.run.part == "grid"]
+    for first in runs[::_EVERY]:
         partners = [(flag, second) for second in runs if (flag := _only_difference(first, second))]
         if not partners:
             continue
@@ -240,7 +242,7 @@ def search_on_grid(sweep: Sweep, max_runs: int) -> dict[str, float]:
     limits = [float(np.percentile([run.row["itl_p99_s"] for run in grid.values()], part)) for part in _LIMITS_PERCENT]
     simulations = _Simulations(sweep, grid)
     met, used = [], []
-    for default in points[:: max(1, len(points) // 3)]:
+    for default in (points[0], points[-1]):
         for limit_s in limits:
             best = max(run.row["output_tokens_per_s"] for run in grid.values() if run.row["itl_p99_s"] <= limit_s)
             launched: list[MeasuredRun] = []

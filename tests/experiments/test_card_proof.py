@@ -90,9 +90,8 @@ def test_the_pool_is_foretold_by_the_memory_of_one_run(sweep):
 
 def test_a_changed_flag_is_foretold_from_the_run_beside_it(sweep):
     found = changed_flags(sweep)
-    assert found["kv_cache_dtype"]["pairs"] == 8
-    # The base differs in its sequences alone from two more runs, there and back.
-    assert found["max_num_seqs"]["pairs"] == 12
+    # Runs 0 and 5 of the grid calibrate, and each differs in one flag alone from one other run for each flag.
+    assert found["kv_cache_dtype"]["pairs"] == found["max_num_seqs"]["pairs"] == 2
     assert found["max_num_seqs"]["throughput_median"] < 3
     assert "throughput_median" not in found["gpu_memory_utilization"]
 
