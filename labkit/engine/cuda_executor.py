@@ -356,6 +356,8 @@ class CudaExecutor:
         for step in [*prompts, *(padding_step(shape, trial.tables) for shape in decodes)]:
             if self._is_new_shape(plan, step.shape):
                 self._compute(trial, trial.staging.send(step))
+                # The staging buffers have room for two steps on their way, no more.
+                torch.cuda.synchronize(self._device)
 
     def _peak(self, trial: _Allocated, plan: MemoryPlan) -> tuple[int, bool]:
         """Most bytes that the largest step has at one moment, and whether the card then waits for the host.
