@@ -65,12 +65,12 @@ def test_bars():
     simulated = Counters("simulated", "H200", 0.50, 104.0, 1.0, 1.0)
     counted = Counters("measured", "H200", 0.46, 100.0, 1.0, 1.0)
     compared = [validate_l2.Compared(point, counted, simulated, None)] * 60
-    bars = validate_l2.summary(compared, [(0.5, -1.0)], 0.1)
+    bars = validate_l2.summary(compared, [(0.5, -1.0)], 0.1, 0.3)
     values = {name: entry["value"] for name, entry in bars.items()}
     assert values == {
         "points": 60, "hit_rate_mean_error_points": pytest.approx(4), "hit_rate_worst_error_points": pytest.approx(4),
         "dram_bytes_mean_error_percent": pytest.approx(4), "methods_hit_rate_differ_points": 0.5,
-        "methods_dram_bytes_differ_percent": 1.0, "simulated_decode_64x4096_cpu_s": 0.1,
+        "methods_dram_bytes_differ_percent": 1.0, "simulated_decode_64x4096_cpu_s": 0.1, "counted_launch_median_s": 0.3,
     }  # fmt: skip
     assert [name for name, entry in bars.items() if not entry["ok"]] == ["hit_rate_mean_error_points"]
     assert not any(entry["ok"] for entry in validate_l2.summary([], []).values())
@@ -81,7 +81,7 @@ def test_the_table_is_written_and_misses_are_kept(monkeypatch, tmp_path, sensiti
     monkeypatch.setattr(validate_l2, "measure_ceilings", lambda: Ceilings(4.5e12, 9e14, "measured (test)"))
     monkeypatch.setattr(validate_l2, "CAPACITY_SHARES", (0.5,))
     counted = made(sensitive, H200, L2Calibration(0.5, 16))
-    monkeypatch.setattr(validate_l2, "count_all", lambda gpu: (counted, [{"name": "x", "error": "y"}]))
+    monkeypatch.setattr(validate_l2, "count_all", lambda gpu: (counted, [{"name": "x", "error": "y"}], [0.3]))
     monkeypatch.setattr(validate_l2, "count_with_ncu", lambda card, names: ({}, "no ncu"))
     out = tmp_path / "counters.json"
     assert validate_l2.main([str(out)]) == 1
@@ -102,7 +102,9 @@ def test_both_methods_are_compared(monkeypatch, tmp_path, sensitive):
     other = dataclasses.replace(here, l2_hit_rate=here.l2_hit_rate - 0.004, dram_bytes=1.01 * here.dram_bytes)
     compared = validate_l2.compare(H200, counted, L2Calibration(0.5, 16))
     out = tmp_path / "counters.json"
-    bars = validate_l2._write(str(out), H200, compared, L2Calibration(), [], {point.name: other, "gone": other}, "")
+    bars = validate_l2._write(
+        str(out), H200, compared, L2Calibration(), [], (0.1, 0.3), {point.name: other, "gone": other}, ""
+    )
     assert bars["methods_hit_rate_differ_points"]["value"] == pytest.approx(0.4)
     assert bars["methods_dram_bytes_differ_percent"]["value"] == pytest.approx(1)
     twice = json.loads(out.read_text())["both_methods"]
