@@ -148,33 +148,35 @@ class OverlappedRankedExecutor(RankedExecutor):
 
 
 class StepWriter:
-    """Steps as messages: plain lists of numbers; block tables only as far as they are new."""
+    """Steps as messages: plain lists of numbers; what is as in the last step is left out, and of block tables what was
+    sent before."""
 
     def __init__(self) -> None:
+        self._sequences: tuple[Sequence, ...] | None = None
+        self._last: dict[str, Any] = {}
         self._sent: dict[int, tuple[list[int], int]] = {}
 
     def message(self, batch: ScheduledBatch) -> dict[str, Any]:
         """The message of one step; each is to be read, in order."""
-        starts = batch.query_starts
-        return {
-            "type": "step",
-            "indices": [sequence.index for sequence in batch.sequences],
-            "counts": [stop - start for start, stop in pairwise(starts)],
-            "seq_lens": batch.seq_lens,
+        rows: dict[str, Any] = {
+            "counts": [stop - start for start, stop in pairwise(batch.query_starts)],
             "slots": batch.slots,
-            "samples": [int(samples) for samples in batch.samples],
-            "penalized": [
-                row for row, entry in enumerate(batch.sequences) if entry.request.sampling.repetition_penalty != 1.0
-            ],
+            "samples": batch.samples,
             "token_ids": batch.token_ids,
-            "tables": [
-                news
-                for row, slot in enumerate(batch.slots)
-                if (news := self._news(row, slot, batch.block_tables[row])) is not None
-            ],
             "swap_out": batch.swap_out,
             "swap_in": batch.swap_in,
         }
+        if batch.sequences != self._sequences:
+            self._sequences = batch.sequences
+            rows["indices"] = [sequence.index for sequence in batch.sequences]
+            rows["penalized"] = [
+                row for row, entry in enumerate(batch.sequences) if entry.request.sampling.repetition_penalty != 1.0
+            ]
+        other = {name: value for name, value in rows.items() if self._last.get(name) != value}
+        self._last |= other
+        tables = [self._news(row, slot, batch.block_tables[row]) for row, slot in enumerate(batch.slots)]
+        new_tables = [news for news in tables if news is not None]
+        return {"type": "step", "seq_lens": batch.seq_lens, "tables": new_tables, **other}
 
     def _news(self, row: int, slot: int, table: list[int]) -> list[int] | None:
         """Row, whether the table is another one than before (they only grow), and the entries that are new."""
@@ -190,33 +192,36 @@ class StepReader:
     """Makes steps of a `StepWriter`'s messages; the sequences stand for those of rank 0 and know no tokens."""
 
     def __init__(self) -> None:
+        self._last: dict[str, Any] = {}
         self._sequences: dict[int, Sequence] = {}
         self._tables: dict[int, list[int]] = {}
 
     def batch(self, message: dict[str, Any]) -> ScheduledBatch:
         """The step of `message`."""
-        slots, counts, seq_lens = message["slots"], message["counts"], message["seq_lens"]
+        self._last |= message
+        rows = self._last
+        slots, counts, seq_lens = rows["slots"], rows["counts"], rows["seq_lens"]
         for row, is_other, *entries in message["tables"]:
             if is_other:
                 self._tables[slots[row]] = entries
             else:
                 self._tables[slots[row]].extend(entries)
-        penalized = set(message["penalized"])
+        penalized = set(rows["penalized"])
         pairs = list(zip(seq_lens, counts, strict=True))
         return ScheduledBatch(
             sequences=tuple(
                 self._sequence(slot, index, row in penalized)
-                for row, (slot, index) in enumerate(zip(slots, message["indices"], strict=True))
+                for row, (slot, index) in enumerate(zip(slots, rows["indices"], strict=True))
             ),
-            token_ids=message["token_ids"],
+            token_ids=rows["token_ids"],
             positions=[position for length, count in pairs for position in range(length - count, length)],
             query_starts=[0, *accumulate(counts)],
             seq_lens=seq_lens,
             block_tables=[self._tables[slot] for slot in slots],
             slots=slots,
-            samples=[bool(samples) for samples in message["samples"]],
-            swap_out=[(block, host) for block, host in message["swap_out"]],
-            swap_in=[(block, host) for block, host in message["swap_in"]],
+            samples=rows["samples"],
+            swap_out=[(block, host) for block, host in rows["swap_out"]],
+            swap_in=[(block, host) for block, host in rows["swap_in"]],
         )
 
     def _sequence(self, slot: int, index: int, is_penalized: bool) -> Sequence:

@@ -383,7 +383,7 @@ def test_a_rank_that_fails_alone_says_by_what(shared_by):
     """A message that only this rank gets and cannot compute; the others would wait for it for ever."""
     engine, ranks = begun(shared_by(3))
     ranks._others[1].send({"type": "step", "slots": [0]})
-    steps_until_lost(engine, ranks, "rank 2 of 3: the worker failed during the run: KeyError: 'counts'")
+    steps_until_lost(engine, ranks, "rank 2 of 3: the worker failed during the run: KeyError: 'tables'")
 
 
 def test_ranks_that_stop_are_ended(shared_by):
