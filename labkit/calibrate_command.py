@@ -82,7 +82,7 @@ def from_runs(run_ids: list[str], store: str | None) -> dict[str, Any]:
         StoreError: no such run.
     """
     from labkit.experiments import RunStore
-    from labkit.experiments.calibrate import calibrate
+    from labkit.experiments.calibrate import calibrate, memory_calibration
     from labkit.experiments.card_files import RunCalibration, base_constants, keep_calibration
 
     if len(run_ids) > 3:
@@ -98,7 +98,11 @@ def from_runs(run_ids: list[str], store: str | None) -> dict[str, Any]:
         first.gpu, engine=engine, engine_version=first.plan.engine_version, is_moe=first.model.moe is not None
     )
     constants = calibrate(before, records)
-    kept = RunCalibration(first.model.name, engine, version, _now(), tuple(run_ids), constants)
+    measured = next((record for record in records if record.measured is not None and engine == "labkit"), None)
+    memory = None
+    if measured is not None and measured.measured is not None:
+        memory = memory_calibration(measured.measured.parts(), measured.plan)
+    kept = RunCalibration(first.model.name, engine, version, _now(), tuple(run_ids), constants, memory)
     path = keep_calibration(first.gpu, kept)
     return {**_answer(first.gpu.name, before, constants), "model": first.model.name, "path": str(path)}
 

@@ -22,6 +22,7 @@ from labkit.experiments.microbench import Microbenchmark
 from labkit.experiments.serialise import from_plain, loads, to_plain
 from labkit.experiments.store_tables import data_folder
 from labkit.files import write_atomic
+from labkit.memory import Calibration
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.text import plain
 
@@ -37,6 +38,7 @@ class RunCalibration:
     Attributes:
         model: the model's name. engine: "labkit" or "vllm". engine_version: of vLLM, "" for labkit's.
         made: ISO 8601. run_ids: of the runs.
+        memory: what their measured parts say about the planner's, None where none were measured.
     """
 
     model: str
@@ -45,6 +47,7 @@ class RunCalibration:
     made: str
     run_ids: tuple[str, ...]
     constants: StepConstants
+    memory: Calibration | None = None
 
 
 @dataclass(frozen=True)
@@ -122,11 +125,22 @@ def constants_for(
     Raises:
         FileFormatError: the card's file is damaged.
     """
-    wanted = (model, engine, engine_version if engine == "vllm" else "")
-    for entry in read_card(gpu, folder).calibrations:
-        if _key(entry) == wanted:
-            return entry.constants
+    known = calibration_for(gpu, model, engine=engine, engine_version=engine_version, folder=folder)
+    if known is not None:
+        return known.constants
     return base_constants(gpu, engine=engine, engine_version=engine_version, is_moe=is_moe, folder=folder)
+
+
+def calibration_for(
+    gpu: GpuSpec, model: str, *, engine: str, engine_version: str, folder: Path | None = None
+) -> RunCalibration | None:
+    """What runs of this model, card and engine gave; None where there were none.
+
+    Raises:
+        FileFormatError: the card's file is damaged.
+    """
+    wanted = (model, engine, engine_version if engine == "vllm" else "")
+    return next((entry for entry in read_card(gpu, folder).calibrations if _key(entry) == wanted), None)
 
 
 def base_constants(

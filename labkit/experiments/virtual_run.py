@@ -14,7 +14,7 @@ from labkit.engine.step_cost import step_cost
 from labkit.engine.step_time import StepTimeModel
 from labkit.engine.virtual_gpu import Jump, VirtualEngine
 from labkit.errors import DoesNotFitError, OutOfRangeError, UnsupportedError
-from labkit.experiments.card_files import constants_for
+from labkit.experiments.card_files import calibration_for, constants_for
 from labkit.measure.run_record import RequestRow, RunRecord, StepRow
 from labkit.memory import Calibration
 from labkit.memory import plan as memory_plan
@@ -72,7 +72,8 @@ def simulate(
         engine: "vllm" for its rules of planning and scheduling, "labkit" for the lab's own.
         constants: of the step-time model; by default the best that is known of this model, card and engine here: from
             runs, from a microbenchmark (`labkit calibrate`), or those that come with labkit.
-        memory: what runs of this machine say about the planner's parts, for the size of the pool.
+        memory: what runs of this machine say about the planner's parts, for the size of the pool; by default what the
+            runs behind the default constants said.
         is_cancelled: asked now and then; what was served until then is kept.
         run_id, name, created: of the record.
 
@@ -90,6 +91,9 @@ def simulate(
             works="a card of the catalogue (see `labkit gpus`)",
         )
     config = config or EngineConfig()
+    if memory is None and constants is None:
+        known = calibration_for(gpu, model.name, engine=engine, engine_version=engine_version)
+        memory = None if known is None else known.memory
     plan = memory_plan(model, gpu, config, engine=engine, engine_version=engine_version, calibration=memory)
     constants = constants or constants_for(
         gpu, model.name, engine=engine, engine_version=engine_version, is_moe=model.moe is not None

@@ -55,6 +55,19 @@ def test_runs_calibrate_and_the_next_simulation_uses_it(tmp_path):
     assert "calibrated constants" in after.output.replace("\n", " ")
 
 
+def test_the_measured_memory_corrects_the_pool_of_later_simulations(tmp_path):
+    planned = simulated().plan
+    parts = planned.breakdown.parts()
+    grown = 2**30
+    measured = dataclasses.replace(
+        planned.breakdown, kind="measured", workspace_bytes=parts["workspace"] + grown,
+        kv_cache_bytes=parts["kv_cache"] - grown,
+    )  # fmt: skip
+    assert run("calibrate", "--run", "a", "--store", stored(tmp_path, measured=measured)).exit_code == 0
+    lost = (planned.num_gpu_blocks - simulated().plan.num_gpu_blocks) * planned.block_bytes
+    assert lost == pytest.approx(grown, abs=2 * planned.block_bytes)
+
+
 def test_the_table_says_what_changed_and_where_it_is(tmp_path):
     result = run("calibrate", "--run", "a", "--store", stored(tmp_path))
     assert result.exit_code == 0
