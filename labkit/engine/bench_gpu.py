@@ -300,6 +300,21 @@ def summarize(rows: dict[str, dict]) -> dict[str, dict]:
     }
 
 
+def name_of_card() -> str:
+    """The card with its memory, as results files name it.
+
+    Raises:
+        UnsupportedError: there is no card.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "this benchmark needs an NVIDIA card and a torch built for it", works="labkit bench engine"
+        )
+    return f"{torch.cuda.get_device_name()}, {memory(torch.cuda.mem_get_info()[1])}"
+
+
 def bench_engine_gpu(
     path: str | Path, steps_path: str | Path | None = None, *, on_progress: Callable[[str], None] = print
 ) -> dict[str, Any]:
@@ -311,14 +326,7 @@ def bench_engine_gpu(
     Raises:
         UnsupportedError: there is no card.
     """
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UnsupportedError(
-            "this benchmark needs an NVIDIA card and a torch built for it", works="labkit bench engine"
-        )
-    card = f"{torch.cuda.get_device_name()}, {memory(torch.cuda.mem_get_info()[1])}"
-    facts = {"command": "labkit bench engine-gpu", "card": card, "baseline": BASELINE}
+    facts = {"command": "labkit bench engine-gpu", "card": name_of_card(), "baseline": BASELINE}
     content: dict[str, Any] = {}
 
     def write(rows: dict[str, dict]) -> None:

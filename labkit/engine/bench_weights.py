@@ -13,9 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from labkit.engine.bench_gpu import LARGE_MODEL, Bench
-from labkit.errors import UnsupportedError
-from labkit.format import memory
+from labkit.engine.bench_gpu import LARGE_MODEL, Bench, name_of_card
 from labkit.results import at_least, at_most, write_results
 
 FORMATS = (None, "fp8", "awq")
@@ -69,13 +67,7 @@ def bench_weights(path: str | Path, *, on_progress: Callable[[str], None] = prin
     Raises:
         UnsupportedError: there is no card.
     """
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UnsupportedError(
-            "this benchmark needs an NVIDIA card and a torch built for it", works="a machine with one"
-        )
-    card = f"{torch.cuda.get_device_name()}, {memory(torch.cuda.mem_get_info()[1])}"
+    card = name_of_card()
     command, rows, content = "python -m labkit.engine.bench_weights results/weights-gpu.json", [], {}
     for quantization in FORMATS:
         rows.append(measure_format(quantization, on_progress))
