@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.engine.step_constants import StepConstants
 from labkit.errors import DoesNotFitError, LabkitError, OutOfRangeError, UnsupportedError, WorkerError
-from labkit.experiments.calibrate import calibrate
+from labkit.experiments.calibrate import calibrate, memory_calibration
 from labkit.experiments.card_files import constants_for
 from labkit.experiments.grid_sweep import KNOBS, RUN_ID, grid_points
 from labkit.experiments.run import RunOptions
@@ -17,6 +17,7 @@ from labkit.experiments.virtual_run import VirtualOptions, simulate
 from labkit.experiments.worker import OnEvent
 from labkit.measure.run_record import RunRecord
 from labkit.measure.summary import summarize
+from labkit.memory import Calibration
 from labkit.specs.workload import Workload
 from labkit.text import nearest
 
@@ -117,9 +118,10 @@ class _Search:
         self._goal, self._latency, self._version = goal, latency, engine_version
         self._engine = "labkit" if self.is_real else "vllm"
         model = session.model
-        self._constants = constants or constants_for(
+        self._known = constants or constants_for(
             session.gpu, model.name, engine=self._engine, engine_version=engine_version, is_moe=model.moe is not None
         )
+        self._constants, self._memory = self._known, Calibration()
 
     def virtual(self, point: Point, workload: Workload, run_id: str) -> RunRecord:
         """A simulated run; a second load arrives more slowly."""
@@ -127,7 +129,8 @@ class _Search:
         scale = 1.0 if workload is self.workload else float(_LIGHT)
         return simulate(
             session.model, session.gpu, workload, session.config.replace(**point), engine=self._engine,
-            engine_version=self._version, constants=self._constants, run_id=run_id, name=name_of_point(point),
+            engine_version=self._version, constants=self._constants, memory=self._memory, run_id=run_id,
+            name=name_of_point(point),
             options=VirtualOptions(arrival_scale=scale, has_server=not self.is_real),
         )  # fmt: skip
 
@@ -160,7 +163,10 @@ class _Search:
         usable = [record for record in records if record.status == "finished" and len(record.steps) > 3]
         if not self.is_real or not usable:
             return None
-        self._constants = calibrate(self._constants, usable[-4:])
+        self._constants = calibrate(self._known, usable[-4:])
+        measured = usable[-1].measured
+        if measured is not None:
+            self._memory = memory_calibration(measured.parts(), usable[-1].plan)
         return self.simulation(points)
 
 
