@@ -1,4 +1,4 @@
-"""The command line: plan, explain-log, export, doctor, run, simulate, calibrate, claims, tune, report, lists, bench.
+"""The command line: plan, explain-log, export, doctor, run, simulate, claims, panel, tune, report, lists, bench.
 
 Commands read options, call one function of a lower room and print; the knobs' options are made from `EngineConfig`,
 so command line, panel and docs share one text.
@@ -269,6 +269,25 @@ def claims(
             out(line)
     if out_file is not None:
         write_claims(out_file, ids)
+
+
+@app.command()
+def panel(
+    settings: Annotated[str, typer.Argument(help="Knobs, such as 'block_size=32 kv_cache_dtype=fp8'.")] = "",
+    model: Model = DEFAULT_MODEL,
+    gpu: Gpu = "auto",
+    workload: Trace = DEFAULT_TRACE,
+    limit: Limit = 100,
+    out_file: Annotated[Path, typer.Option("--out", help="The notebook.")] = Path("labkit-panel.ipynb"),
+    start: Annotated[bool, typer.Option(help="Open it in JupyterLab as well.")] = True,
+) -> None:
+    """Open the panel with settings as text; its button Copy settings gives this command."""
+    from labkit.panel_notebook import open_notebook, write_panel_notebook
+
+    path = write_panel_notebook(out_file, settings, model=model, gpu=gpu, workload=workload, limit=limit)
+    out(f"notebook: {path.resolve()}")
+    if start:
+        open_notebook(path)
 
 
 @app.command()

@@ -28,6 +28,7 @@ from labkit.memory.records import MemoryPlan
 from labkit.report.figure_sections import Evidence, figure_sections, script_json
 from labkit.report.run_rows import COLUMNS, formula_rows, run_rows
 from labkit.specs.engine_config import EngineConfig
+from labkit.specs.knob_text import panel_command
 from labkit.text import plain
 
 DATA_FORMAT = "labkit-report"
@@ -220,7 +221,8 @@ def _reproduce(best: RunRecord | None, plan: MemoryPlan | None) -> str:
     in_catalogue = plan.model.source in ("", "catalogue")
     model = plain(plan.model.name if in_catalogue else plan.model.source, 400)
     gpu = plain(plan.gpu.name, 80)
-    lines = ["import labkit", f"config = labkit.EngineConfig({settings})"]
+    lines = [f"# {panel_command(plan.config, model=model, gpu=gpu)}", "import labkit",
+             f"config = labkit.EngineConfig({settings})"]  # fmt: skip
     if best is None:
         return "\n".join(
             [*lines, f"print(labkit.plan(labkit.load_model({model!r}), labkit.load_gpu({gpu!r}), config))"]

@@ -12,8 +12,8 @@ from labkit.errors import LabkitError
 from labkit.figures.next_steps import StepGain, help_lines, neighbours, shown
 from labkit.memory.records import MemoryPlan
 from labkit.specs.engine_config import EngineConfig, Knob
+from labkit.specs.knob_text import parse_knob
 from labkit.specs.presets import preset, presets
-from labkit.widgets.knob_text import parse_knob
 from labkit.widgets.parts import Part, TextLine
 
 GROUPS: Mapping[str, tuple[str, ...]] = {

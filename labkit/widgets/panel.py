@@ -21,11 +21,11 @@ from labkit.figures.tables import Table
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
 from labkit.specs.engine_config import EngineConfig
+from labkit.specs.knob_text import config_from_text, panel_command
 from labkit.specs.presets import Preset, get_preset, preset_traffic
 from labkit.specs.workload import Workload
 from labkit.text import plain
 from labkit.widgets.advice_view import AdviceView
-from labkit.widgets.knob_text import config_from_text, config_to_text
 from labkit.widgets.knobs import KnobSet
 from labkit.widgets.parts import DataTable, PlotlyLibrary, Screen, TextLine
 from labkit.widgets.pictures import Look, Pictures
@@ -377,8 +377,11 @@ class Panel(ipw.VBox):
 
     @property
     def text(self) -> str:
-        """The settings as one line, as `from_text` takes it."""
-        return config_to_text(self.config)
+        """Model, card, traffic and settings as one command for a shell; `from_text` takes it as well."""
+        session = self.session
+        model = getattr(session, "source", "") or session.model.name
+        traffic = getattr(session.workload, "name", "")
+        return panel_command(self.config, model=model, gpu=session.gpu.name, workload=traffic)
 
     @classmethod
     def from_text(cls, session: SessionLike, text: str) -> Panel:

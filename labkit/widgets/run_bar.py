@@ -15,8 +15,8 @@ from labkit.experiments.run import MAX_COUNTED_STEPS
 from labkit.figures import l2
 from labkit.measure.summary import summarize
 from labkit.specs.engine_config import EngineConfig
+from labkit.specs.knob_text import parse_knob
 from labkit.text import plain
-from labkit.widgets.knob_text import parse_knob
 from labkit.widgets.parts import TextLine
 from labkit.widgets.run_control import Outcome, RunView
 
@@ -137,9 +137,9 @@ class RunBar:
         )
 
     def show_settings(self, text: str) -> None:
-        """The settings as a line that `Panel.from_text` takes."""
-        self.command_line.say("The settings as text, for Panel.from_text:", details=text, summary="settings", copy=text,
-                              folded=False)  # fmt: skip
+        """The settings as a command for a shell, which `Panel.from_text` takes as well."""
+        words = "The panel as it stands, for a shell or Panel.from_text:"
+        self.command_line.say(words, details=text, summary="settings", copy=text, folded=False)
 
     def show_report(self, make: Callable[[], Any] | None) -> None:
         """Write the report in a thread of its own and say its path."""

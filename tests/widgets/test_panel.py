@@ -398,7 +398,8 @@ def test_a_preset_is_one_step_of_undo_and_keeps_what_it_does_not_name(make_panel
 def test_settings_as_text_make_the_same_panel(make_panel):
     panel = make_panel(config=EngineConfig(block_size=32, enforce_eager=True))
     panel.run_bar.settings.click()
-    assert panel.run_bar.command_line.copy == "block_size=32 enforce_eager=on"
+    command = "labkit panel 'block_size=32 enforce_eager=on' --model=SmolLM2-135M-Instruct --gpu=cpu"
+    assert panel.run_bar.command_line.copy == f"{command} --workload=azure-conv"
     again = Panel.from_text(FakeSession(), panel.run_bar.command_line.copy)
     again.settle()
     assert again.config == panel.config

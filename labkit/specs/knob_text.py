@@ -11,6 +11,7 @@ from labkit.text import nearest, plain
 
 _FACTORS = {"k": 1024, "m": 1024**2}
 MAX_TEXT = 4000
+PANEL = "labkit panel"
 
 
 def parse_knob(knob: Knob, text: str) -> Any:
@@ -50,8 +51,17 @@ def _word(value: Any) -> str:
     return str(value)
 
 
+def panel_command(config: EngineConfig, *, model: str, gpu: str, workload: str = "") -> str:
+    """The command that opens the panel with `config`: "labkit panel 'block_size=32' --model … --gpu …"."""
+    settings = config_to_text(config)
+    named = {"--model": model, "--gpu": gpu, "--workload": workload}
+    options = [f"{option}={shlex.quote(plain(value, 300))}" for option, value in named.items() if value]
+    return " ".join([PANEL, *([shlex.quote(settings)] if settings else []), *options])
+
+
 def config_from_text(text: str) -> EngineConfig:
-    """The configuration of a text by `config_to_text`; everything that it does not name is a default.
+    """The configuration of a text by `config_to_text`, or of a whole command by `panel_command`; everything that it
+    does not name is a default.
 
     Raises:
         FileFormatError: the text is too long or not made of name=value.
@@ -64,6 +74,8 @@ def config_from_text(text: str) -> EngineConfig:
         words = shlex.split(text)
     except ValueError as error:
         raise FileFormatError(f"the settings cannot be read: {error}", works="block_size=32 dtype=auto") from error
+    if words[:2] == PANEL.split():
+        return config_from_text(" ".join(word for word in words[2:] if not word.startswith("--")))
     knobs = {knob.name: knob for knob in EngineConfig.knobs()}
     values = {}
     for word in words:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from labkit.errors import FileFormatError, LabkitError, OutOfRangeError, UnknownNameError
 from labkit.specs.engine_config import EngineConfig
-from labkit.widgets.knob_text import config_from_text, config_to_text, parse_knob
+from labkit.specs.knob_text import config_from_text, config_to_text, panel_command, parse_knob
 
 KNOBS = {knob.name: knob for knob in EngineConfig.knobs()}
 
@@ -83,3 +84,19 @@ def test_no_text_raises_anything_but_labkit_s_own_errors(text):
 )  # fmt: skip
 def test_what_typed_texts_mean(knob, text, value):
     assert parse_knob(KNOBS[knob], text) == value
+
+
+@given(settings_of())
+def test_settings_survive_the_way_through_a_command(settings):
+    config = EngineConfig(**settings)
+    command = panel_command(config, model="a model's name", gpu="H100 SXM", workload="x; rm -rf /")
+    assert config_from_text(command) == config
+
+
+def test_the_command_quotes_what_a_shell_would_read():
+    command = panel_command(EngineConfig(block_size=32), model="$(touch /tmp/x)", gpu="H100 SXM")
+    assert shlex.split(command) == ["labkit", "panel", "block_size=32", "--model=$(touch /tmp/x)", "--gpu=H100 SXM"]
+    assert "='$(touch /tmp/x)'" in command
+    assert panel_command(EngineConfig(), model="m", gpu="cpu") == "labkit panel --model=m --gpu=cpu"
+    with pytest.raises(UnknownNameError, match="warp"):
+        config_from_text("labkit panel 'warp=9' --model=m")
