@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit.engine.launch_rules import LaunchRules, capture_sizes
+from labkit.engine.launch_rules import LaunchRules, capture_sizes, labkit_rules
 from labkit.engine.step_constants import CONSTANT_NAMES, link_bytes_per_s, load_constants
 from labkit.engine.step_cost import step_cost
-from labkit.engine.step_time import StepLoad, StepTimeModel, smooth_max
+from labkit.engine.step_time import StepClock, StepLoad, StepTimeModel, smooth_max
 from labkit.errors import OutOfRangeError
 from labkit.specs import gpu_names, load_gpu, load_model
 from labkit.specs.engine_config import EngineConfig
@@ -137,3 +137,52 @@ def test_every_level_has_every_constant_above_zero_and_an_interval_around_one():
 def test_every_card_of_the_catalogue_has_a_link():
     assert link_bytes_per_s(load_gpu("H100 SXM")) > link_bytes_per_s(load_gpu("L4")) > 0
     assert all(link_bytes_per_s(load_gpu(name)) > 0 for name in gpu_names())
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 48, 700])
+@pytest.mark.parametrize("max_num_batched_tokens", [700, 8192])
+@pytest.mark.parametrize("largest", [False, True])
+def test_the_rules_are_those_by_which_the_engine_captures(max_num_seqs, max_num_batched_tokens, largest):
+    pytest.importorskip("triton", reason="needs Triton: pip install 'labkit[triton]'")
+    from labkit.engine.cuda_graphs import graph_shapes
+
+    config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    prompts, decodes = graph_shapes(config, largest=largest)
+    rules = labkit_rules(config, largest=largest)
+    assert rules.graph_sizes == tuple(shape.num_tokens for shape in decodes)
+    assert rules.prompt_sizes == tuple(shape.num_tokens for shape in prompts)
+    assert labkit_rules(config.replace(enforce_eager=True)) == labkit_rules(config, is_moe=True)
+
+
+def test_steps_run_padded_in_their_graphs_or_are_launched():
+    config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=4096)
+    constants = load_constants(engine="labkit").replace(eager_step_s=1.0)
+    model = StepTimeModel(
+        step_cost(load_model("Qwen/Qwen3-8B"), config), load_gpu("H200"), constants, labkit_rules(config)
+    )
+
+    def seconds(tokens, prompts):
+        work = dataclasses.replace(load(model, tokens, 4.0, 100.0, 100.0), num_prompt_tokens=np.array([float(prompts)]))
+        return model.seconds(work)[0]
+
+    assert seconds(41, 0) == seconds(48, 0) < seconds(49, 0)
+    assert seconds(130, 100) == pytest.approx(seconds(192, 100), rel=1e-9)
+    assert seconds(2000, 1990) > 1.0 > seconds(1024, 1000)
+    assert model.waits_for_host(4096)
+    assert not StepTimeModel(
+        model.cost, model.gpu, constants.replace(eager_step_s=0.0, eager_layer_s=1e-6)
+    ).waits_for_host(64)
+
+
+def test_the_longer_of_host_and_card_sets_the_pace():
+    clock = StepClock()
+    done = [clock.submit(0.001, 0.0, 0.010)]
+    assert done[0] == pytest.approx(0.011)
+    # The host puts the next step together meanwhile, and waits for the first.
+    done.append(clock.submit(0.001, 0.0, 0.010))
+    assert clock.collect(done[0]) == pytest.approx(0.011)
+    assert done[1] == pytest.approx(0.021)
+    # A step that is launched kernel by kernel ends with its last launch at the earliest.
+    done.append(clock.submit(0.001, 0.030, 0.002))
+    assert done[2] == pytest.approx(0.011 + 0.001 + 0.030)
+    assert clock.collect(done[1]) == pytest.approx(0.042)
