@@ -40,13 +40,14 @@ def mixed_capture_sizes(max_num_batched_tokens: int) -> list[int]:
     return [size for size in _MIXED_SIZES if size < largest] + [largest]
 
 
-def labkit_rules(config: EngineConfig, *, is_moe: bool = False, largest: bool = False) -> LaunchRules:
+def labkit_rules(config: EngineConfig, *, captures: bool = True, largest: bool = False) -> LaunchRules:
     """The lab's own engine: graphs of decode steps, and of steps with few tokens of prompts.
 
     Args:
+        captures: False for experts that the host visits one by one.
         largest: even the largest step waits for the host where it is launched kernel by kernel, so it has a graph too.
     """
-    if config.enforce_eager or is_moe:
+    if config.enforce_eager or not captures:
         return LaunchRules(overlaps=True)
     max_tokens = int(config.max_num_batched_tokens or 1)
     sizes, prompt_sizes = capture_sizes(int(config.max_num_seqs or 1)), mixed_capture_sizes(max_tokens)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from labkit.engine.step_constants import load_constants
 from labkit.errors import UnsupportedError
 from labkit.experiments.export import to_json
 from labkit.experiments.serialise import from_plain, to_plain
-from labkit.experiments.virtual_run import VirtualOptions, simulate, stand_in_prompt
+from labkit.experiments.virtual_run import VirtualOptions, simulate, stand_in_prompt, step_time_model
 from labkit.measure.run_record import RunRecord
 from labkit.measure.summary import summarize
+from labkit.memory import plan as memory_plan
 from labkit.specs import cpu_gpu, load_gpu, load_model, load_workload, synthetic_workload
 from labkit.specs.engine_config import EngineConfig
 
@@ -109,3 +111,20 @@ def test_prompts_share_what_the_trace_says_and_nothing_else():
     own = load_workload("azure-2023-conv", limit=250)
     beginnings = [stand_in_prompt(own, index, 16)[:2] for index in range(250) if own.requests[index].input_tokens > 1]
     assert len(set(beginnings)) == len(beginnings) > 200
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "knobs", "is_captured"),
+    [
+        ("Qwen/Qwen3-8B", "A10", {}, True),
+        ("Qwen/Qwen3-30B-A3B", "H200", {}, True),
+        ("Qwen/Qwen3-30B-A3B", "A100-80GB", {}, False),
+        ("Qwen/Qwen3-30B-A3B", "H200", {"quantization": "fp8"}, False),
+        ("Qwen/Qwen3-8B", "H200", {"enforce_eager": True}, False),
+    ],
+)
+def test_the_lab_captures_what_needs_no_look_at_the_router(model, gpu, knobs, is_captured):
+    plan = memory_plan(load_model(model), load_gpu(gpu), EngineConfig(max_model_len=2048, **knobs))
+    found = step_time_model(plan, load_constants(engine="labkit"))
+    assert bool(found.launch.graph_sizes) == is_captured
+    assert found.launch.overlaps
