@@ -43,6 +43,11 @@ class LabkitError(Exception):
         details = "; ".join(part for part in parts if part)
         return f"{self.message} ({details})" if details else self.message
 
+    @property
+    def section(self) -> str:
+        """Where the docs explain this kind of error."""
+        return f"docs/errors.md#{type(self).__name__.lower()}"
+
     def __reduce__(self):
         keywords = {name: getattr(self, name) for name in ("needed", "available", "works", "knob")}
         return _rebuild, (type(self), self.message, keywords)

@@ -141,7 +141,7 @@ class Panel(ipw.VBox):
     def _show_plan_error(self, error: LabkitError) -> None:
         self.plan, self._advice, self._study = None, (), None
         self.knob_set.show_error(error)
-        self.answer.say(str(error), "bad", heading=self._subject())
+        self.answer.say(str(error), "bad", heading=self._subject(), details=error.section, summary="explained in")
         self.stale.say("The memory bar shows the last settings that could be planned.", "warn")
         self.advice_view.show(())
 

@@ -115,7 +115,8 @@ class RunBar:
         kept = f" {fmt.count(len(outcome.records))} finished before it are kept." if len(outcome.records) > 1 else ""
         if outcome.error is not None:
             log = outcome.details or self.status.details
-            self.status.say(f"{outcome.error}.{kept}", "bad", details=log, summary="details", role="status")
+            details = "\n".join(line for line in (log, f"explained in {outcome.error.section}") if line)
+            self.status.say(f"{outcome.error}.{kept}", "bad", details=details, summary="details", role="status")
         elif outcome.cancelled:
             steps = sum(len(record.steps) for record in outcome.records[-1:])
             self.status.say(f"Cancelled; {fmt.count(steps)} steps are kept.", "warn", role="status")

@@ -95,6 +95,8 @@ def test_every_error_class_has_its_section():
     text = (ROOT / "docs" / "errors.md").read_text()
     classes = [name for name, entry in inspect.getmembers(errors, inspect.isclass) if issubclass(entry, Exception)]
     assert {name for name in classes if f"\n## {name}\n" not in text} == set()
+    headings = {heading.lower() for heading in re.findall(r"^## (\w+)$", text, re.M)}
+    assert {getattr(errors, name)("x").section.partition("#")[2] for name in classes} <= headings
 
 
 def test_the_knob_reference_is_that_of_the_code():

@@ -452,3 +452,15 @@ def test_the_last_runs_hit_rate_stands_with_bandwidth_and_method(make_panel):
     panel.run()
     assert panel.wait(20)
     assert "L2 hit rate 41 % at 180 GB/s from DRAM: simulated" in panel.run_bar.status.text
+
+
+def test_an_error_names_its_section_of_the_docs(make_panel):
+    panel = make_panel()
+    panel.session.plan_error = UnsupportedError("block 24 is not supported", works="16 or 32", knob="block_size")
+    panel.knobs["block_size"].value = 24
+    assert panel.answer.details == "docs/errors.md#unsupportederror"
+    panel.session.plan_error = None
+    panel.session.fail = WorkerError("the worker was killed (signal 9)", works="running again")
+    panel.run()
+    assert panel.wait(10)
+    assert panel.run_bar.status.details.endswith("explained in docs/errors.md#workererror")
