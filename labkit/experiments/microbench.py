@@ -21,8 +21,6 @@ from labkit.specs.gpu_spec import GpuSpec
 from labkit.text import plain
 
 VOCAB_SIZE = 151_936
-# Weights and keys that the L2 cannot keep from one launch to the next, as in a model of many layers.
-ROTATED_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,7 @@ class Shapes:
         prefills: (requests, new tokens of each, context that they end at).
         elementwise: rows of norms and activations, of width `hidden` and `wide`. sampled: rows of `vocab_size` logits.
         swapped: (blocks, caches). thin_layers: of networks that show the host's time. host_batches: requests in them.
+        rotated_bytes: of weights and keys, so that the L2 keeps none from one launch to the next, as in a model.
     """
 
     matrices: tuple[tuple[int, int], ...] = ((1024, 2048), (6144, 1024), (4096, 4096), (28672, 4096))
@@ -55,6 +54,7 @@ class Shapes:
     thin_layers: tuple[int, ...] = (2, 10)
     host_batches: tuple[int, ...] = (1, 64, 256)
     host_steps: int = 60
+    rotated_bytes: int = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _gemm(bench: Bench) -> Iterator[Timing]:
     # The first product of a process also loads its library.
     bench.time_s([lambda: linear(first, first)])
     for outputs, inputs in bench.shapes.matrices:
-        count = max(2, min(32, ROTATED_BYTES // (2 * outputs * inputs)))
+        count = max(2, min(32, bench.shapes.rotated_bytes // (2 * outputs * inputs)))
         weights = [bench.randn(outputs, inputs).mul_(inputs**-0.5) for _ in range(count)]
         for rows in bench.shapes.rows:
             x = bench.randn(rows, inputs)
@@ -244,7 +244,7 @@ def _attention_s(bench: Bench, batch: Any, heads: tuple[int, int], dtype: str, v
 
     shape = AttentionShape(batch, *heads, 128, 16, kv_cache_dtype=dtype)
     num_bytes = sum(batch.context_lens) * heads[1] * shape.head_bytes
-    count = max(1, min(6, ROTATED_BYTES // num_bytes))
+    count = max(1, min(6, bench.shapes.rotated_bytes // num_bytes))
     return bench.time_s(
         [prepare_launch(shape, variant, make_inputs(shape, bench.device, seed)) for seed in range(count)]
     )

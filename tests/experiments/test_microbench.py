@@ -39,7 +39,7 @@ torch.set_num_threads(1)
 shapes = Shapes(
     matrices=((64, 32),), rows=(1, 4), heads=((2, 1),), decodes=((2, 40),), prefills=((1, 16, 32),), elementwise=(2,),
     hidden=64, wide=128, sampled=(2,), vocab_size=500, swapped=(3, 2), thin_layers=(1,), host_batches=(1, 2),
-    host_steps=12,
+    host_steps=12, rotated_bytes=1,
 )
 found = run_microbenchmark(600, bench=Bench("cpu", shapes))
 print(json.dumps([[timing.kind, dict(timing.sizes), timing.seconds] for timing in found.timings]))
