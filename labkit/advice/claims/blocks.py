@@ -53,7 +53,8 @@ def c02() -> Verdict:
         "Block size 16 against 32 changes the L2 miss rate 3.2 times.",
         "wrong" if max(ratios.values()) < 1.5 else "depends",
         {f"ratio of miss rates on {card}": ratio for card, ratio in ratios.items()},
-        "The same bytes are fetched whatever the block's size.",
+        "The same bytes are fetched whatever the block's size. Only a kernel that loads past the end of a block would "
+        "turn it.",
         "counters, simulated",
     )
 
@@ -75,7 +76,8 @@ def c03() -> Verdict:
             **{f"lines of a block of {size} tokens, one head": count for size, count in lines.items()},
             **{f"MB fetched in a step, block {size}": value for size, value in fetched.items()},
         },
-        "A block of any size is a whole number of lines as soon as one token's row is.",
+        "A block of any size is a whole number of lines as soon as one token's row is. It turns only for rows shorter "
+        "than a line (8-bit KV with heads of 64) in blocks of an odd number of tokens.",
         "counters, simulated",
     )
 
@@ -92,8 +94,10 @@ def c04() -> Verdict:
             "block tables at block 8, % of the card": shares[8],
             "block tables at block 16, % of the card": shares[16],
             "block tables at block 8, MiB": sizes[8].breakdown.block_tables_bytes / 2**20,
+            "requests at once with which they would take 15 %": 256 * 15 / shares[8],
         },
-        "The proportion holds (4 bytes an entry: requests x blocks of the longest), the size does not.",
+        "The proportion holds (4 bytes an entry: requests x blocks of the longest), the size does not; it turns at the "
+        "number of requests shown.",
     )
 
 
@@ -109,7 +113,8 @@ def c05() -> Verdict:
         "Block size 8 leaves 32 % of allocated memory active, 16 gives 79 % and 2.1 times the throughput.",
         "wrong" if active[8] >= active[16] else "holds",
         {f"places that hold a token, block {size}, %": value for size, value in active.items()},
-        "Only a request's last block has empty places, so smaller blocks waste less, never more.",
+        "Only a request's last block has empty places, so smaller blocks waste less, never more; no length or load "
+        "turns it. Contiguous buffers of max-model-len, which have no blocks, do leave so much empty.",
         "simulation",
     )
 
@@ -124,7 +129,8 @@ def c06() -> Verdict:
         "Block size should divide max-model-len.",
         "wrong" if most < 0.001 else "depends",
         {f"blocks in the pool at max-model-len {length}": count for length, count in blocks.items()},
-        "The length only bounds a request; the part of its last block that is never used costs less than one block.",
+        "The length only bounds a request; the part of its last block that is never used costs less than one block. It "
+        "turns where max-model-len is itself a few blocks long.",
     )
 
 

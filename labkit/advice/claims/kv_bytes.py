@@ -103,7 +103,8 @@ def c11() -> Verdict:
         "One 32,768-token request of Qwen3-Embedding-0.6B needs 48 GB of KV.",
         "wrong" if real < 24e9 else "holds",
         {"real, GB": real / 1e9, "claimed over real": 48e9 / real},
-        "28 layers x 8 KV heads x 128 x 2 x 2 bytes a token.",
+        "28 layers x 8 KV heads x 128 x 2 x 2 bytes a token. It turns for as many such requests at once as the ratio "
+        "says.",
     )
 
 
@@ -121,7 +122,8 @@ def c12() -> Verdict:
             "KV of one longest request at 32768, GiB": kv_bytes_for(long, 1, 32768) / _GIB,
             "KV of one longest request at 4096, GiB": kv_bytes_for(short, 1, 4096) / _GIB,
         },
-        "What shrinks by 87 % is the largest request, not what the engine takes: that is the utilization's share.",
+        "What shrinks by 87 % is the largest request, not what the engine takes: that is the utilization's share. It "
+        "turns where the pool is set to one request, with --kv-cache-memory-bytes or a utilization chosen for it.",
     )
 
 
@@ -138,5 +140,6 @@ def c20() -> Verdict:
             "KV share by default, %": shares[0],
             "KV share at 8 requests of 2,048 tokens, %": shares[1],
         },
-        "The pool is what weights and peaks leave of the utilization's share, so a small model has a large one.",
+        "The pool is what weights and peaks leave of the utilization's share, so a small model has a large one. A sign "
+        "of too much is a pool that the traffic never fills, whatever its share.",
     )

@@ -74,7 +74,8 @@ def c15() -> Verdict:
             "activations, workspace and graphs, from the 0.9, GiB": inside / _GIB,
             "free in the end, GiB": parts.free_bytes / _GIB,
         },
-        "Buffers come out of the 0.9; the rest is for what starts outside the budget, and most of it stays free.",
+        "Buffers come out of the 0.9; the rest is for what starts outside the budget, and most of it stays free. It "
+        "turns where other processes hold as much.",
     )
 
 
