@@ -237,18 +237,23 @@ def simulate_command(
     import labkit
     from labkit.experiments.export import to_json
     from labkit.experiments.virtual_run import simulate
+    from labkit.figures.l2 import sentence as l2_sentence
+    from labkit.measure.l2_step import with_simulated_counters
 
     traffic = labkit.load_workload(
         workload, limit=limit, max_input_tokens=max_input_tokens, max_output_tokens=max_output_tokens
     )
+    card = labkit.load_gpu(gpu)
     record = simulate(
-        labkit.load_model(model), labkit.load_gpu(gpu), traffic, EngineConfig(**knobs), engine=engine,
-        engine_version=vllm,
+        labkit.load_model(model), card, traffic, EngineConfig(**knobs), engine=engine, engine_version=vllm
     )  # fmt: skip
+    record = with_simulated_counters(record, card)
     if as_json:
         sys.stdout.write(to_json(record) + "\n")
     else:
         show_record(record)
+        if record.counters is not None:
+            out(l2_sentence(record.counters))
         out(record.note)
 
 

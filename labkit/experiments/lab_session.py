@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import secrets
 import threading
@@ -21,7 +20,7 @@ from labkit.experiments.runner import LocalRunner, RunAnswer, RunJob, Runner
 from labkit.experiments.store import RunStore, RunWriter
 from labkit.experiments.worker import OnEvent, Worker
 from labkit.format import GIB, memory
-from labkit.measure.l2_step import simulate_run
+from labkit.measure.l2_step import with_simulated_counters
 from labkit.measure.memory_snapshot import measured_breakdown
 from labkit.measure.run_record import RequestRow, RunRecord, RunStatus, StepRow
 from labkit.memory import plan as make_plan
@@ -337,16 +336,12 @@ class _RunLog:
 
 
 def _with_measurements(record: RunRecord, answer: RunAnswer, l2_card: GpuSpec | None) -> RunRecord:
-    counters = answer.counters
-    if counters is None and l2_card is not None:
-        with contextlib.suppress(LabkitError):
-            counters = simulate_run(record, l2_card)
     parts, fullest = answer.memory_parts, answer.fullest_step
-    return dataclasses.replace(
+    record = dataclasses.replace(
         record,
         measured=measured_breakdown(parts, record.plan, fullest) if parts else None,
         block_map=answer.block_map,
-        counters=counters,
+        counters=answer.counters,
         step_counters=answer.step_counters,
         counter_notes=answer.counter_notes,
         memory_timeline=answer.memory_timeline,
@@ -354,6 +349,7 @@ def _with_measurements(record: RunRecord, answer: RunAnswer, l2_card: GpuSpec | 
         energy_j=answer.energy_j,
         versions=answer.versions,
     )
+    return record if record.counters or l2_card is None else with_simulated_counters(record, l2_card)
 
 
 def _final(status: str) -> RunStatus:

@@ -9,6 +9,7 @@ from typing import Any
 from labkit.experiments.grid_sweep import grid_points
 from labkit.experiments.virtual_run import IsCancelled, simulate
 from labkit.experiments.worker import OnEvent
+from labkit.measure.l2_step import with_simulated_counters
 from labkit.measure.run_record import RunRecord
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
@@ -50,7 +51,7 @@ def simulate_sweep(
             model, gpu, workload, base.replace(**point), is_cancelled=is_cancelled, name=name,
             run_id=f"virtual-{len(records) + 1}", **settings,
         )  # fmt: skip
-        records.append(record)
+        records.append(with_simulated_counters(record, gpu))
     on_event(_progress(len(records), len(points), time.monotonic() - start))
     return tuple(records)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 
-from labkit.errors import UnsupportedError
+from labkit.errors import LabkitError, UnsupportedError
 from labkit.measure.attention_shape import AttentionShape, BatchShape
 from labkit.measure.l2_calibration import L2Calibration
 from labkit.measure.l2_simulator import simulate_attention
@@ -80,6 +81,13 @@ def simulate_run(record: RunRecord, gpu: GpuSpec) -> Counters | None:
         return None
     scope = f"attention of a decode step of {len(batch.query_lens)} requests"
     return dataclasses.replace(simulate_step(record.model, gpu, record.plan.config, batch), scope=scope)
+
+
+def with_simulated_counters(record: RunRecord, gpu: GpuSpec) -> RunRecord:
+    """`record` with what `simulate_run` says; as it is where that cannot be simulated."""
+    with contextlib.suppress(LabkitError):
+        return dataclasses.replace(record, counters=simulate_run(record, gpu))
+    return record
 
 
 def fullest_decode(record: RunRecord) -> BatchShape | None:

@@ -25,6 +25,8 @@ def test_one_record_a_combination_and_progress_to_the_end():
     ]
     assert [record.status for record in records] == ["finished", "finished", "failed"] * 2
     assert [event["done"] for event in events] == list(range(7))
+    assert [record.counters and record.counters.card for record in records] == ["A10", "A10", None] * 2
+    assert records[0].counters.method.startswith("simulated")
     assert events[-1]["remaining_s"] == 0
 
 
