@@ -20,10 +20,12 @@ from labkit.specs.engine_config import EngineConfig
 from labkit.terminal import (
     ProgressLine,
     out,
+    show_advice,
     show_examination,
     show_explanation,
     show_json,
     show_plan,
+    show_presets,
     show_record,
     show_summary,
     show_table,
@@ -240,10 +242,8 @@ def simulate_command(
     from labkit.figures.l2 import sentence as l2_sentence
     from labkit.measure.l2_step import with_simulated_counters
 
-    traffic = labkit.load_workload(
-        workload, limit=limit, max_input_tokens=max_input_tokens, max_output_tokens=max_output_tokens
-    )
-    card = labkit.load_gpu(gpu)
+    sizes: dict[str, Any] = {"max_input_tokens": max_input_tokens, "max_output_tokens": max_output_tokens}
+    traffic, card = labkit.load_workload(workload, limit=limit, **sizes), labkit.load_gpu(gpu)
     record = simulate(
         labkit.load_model(model), card, traffic, EngineConfig(**knobs), engine=engine, engine_version=vllm
     )  # fmt: skip
@@ -255,6 +255,30 @@ def simulate_command(
         if record.counters is not None:
             out(l2_sentence(record.counters))
         out(record.note)
+
+
+@app.command()
+@takes_knobs
+def advise(
+    knobs: dict[str, Any],
+    model: Model = DEFAULT_MODEL,
+    gpu: Annotated[str, typer.Option("--gpu", help="A card of `labkit gpus`; it need not be here.")] = "H100 SXM",
+    workload: Trace = DEFAULT_TRACE,
+    limit: Limit = 48,
+    max_input_tokens: MaxInput = None,
+    max_output_tokens: MaxOutput = None,
+    vllm: Vllm = "0.33.0",
+) -> None:
+    """Which limit binds on a traffic, and what each change would buy there: GiB, tokens, tok/s, p99; simulated."""
+    import labkit
+
+    traffic = labkit.load_workload(
+        workload, limit=limit, max_input_tokens=max_input_tokens, max_output_tokens=max_output_tokens
+    )
+    card = labkit.load_gpu(gpu)
+    engine = "labkit" if card.is_cpu else "vllm"
+    found = labkit.plan(labkit.load_model(model), card, EngineConfig(**knobs), engine=engine, engine_version=vllm)
+    show_advice(found, traffic)
 
 
 @app.command()
@@ -405,11 +429,7 @@ def presets() -> None:
     """List the tasks that `--preset` knows: their flags, traffic and goal."""
     from labkit.specs.presets import presets as known
 
-    for entry in known():
-        out(f"{entry.name}: {entry.title}; {entry.reason}")
-        out("    flags: " + " ".join(f"{knob}={value}" for knob, value in entry.knobs.items()))
-        out(f"    traffic: {entry.workload}, " + ", ".join(f"{knob} {size}" for knob, size in entry.take.items()))
-        out(f"    goal: {entry.goal_words}")
+    show_presets(known())
 
 
 @bench_app.command("engine")

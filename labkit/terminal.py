@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from labkit.measure.run_record import RunRecord
     from labkit.memory.log_explanation import LogExplanation
     from labkit.memory.records import MemoryPlan
+    from labkit.specs.presets import Preset
+    from labkit.specs.workload import Workload
 
 QUIET_S = 5.0
 
@@ -89,6 +91,31 @@ def show_explanation(found: LogExplanation) -> None:
         out(f"cure: {cure.text}")
     for note in found.notes:
         out(f"note: {note}")
+
+
+def show_advice(plan: MemoryPlan, traffic: Workload) -> None:
+    """Print the limit on `traffic` and what each change would buy there; from the plan alone where that is all."""
+    from labkit.advice import advise, binding_limit, headline, study_load
+
+    study = study_load(plan, traffic)
+    found = study.advice if study else advise(plan)
+    out(headline(plan, study.limit if study else binding_limit(plan), found[0] if found else None))
+    if study:
+        out(f"on {traffic.name}, {study.speed.basis}: at most {shown.rate(study.speed.rate, study.speed.unit)}")
+    for advice in found:
+        out(f"- {advice.title}: {advice.gain}")
+        for entry in advice.evidence:
+            out(f"    {entry.label}: {entry.value}")
+        out(f"    risk: {advice.risk}")
+
+
+def show_presets(presets: Sequence[Preset]) -> None:
+    """Print each task with its flags, traffic and goal."""
+    for entry in presets:
+        out(f"{entry.name}: {entry.title}; {entry.reason}")
+        out("    flags: " + " ".join(f"{knob}={value}" for knob, value in entry.knobs.items()))
+        out(f"    traffic: {entry.workload}, " + ", ".join(f"{knob} {size}" for knob, size in entry.take.items()))
+        out(f"    goal: {entry.goal_words}")
 
 
 def show_examination(found: Examination) -> None:

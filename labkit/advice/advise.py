@@ -127,7 +127,10 @@ def advise(
 def _order(item: Advice) -> tuple[Any, ...]:
     rate_share, p99 = item.rate_share or 0.0, item.p99_share
     gain = (-round(rate_share, 2), p99) if abs(rate_share) >= WORTH_SPEED_SHARE else (0.0, p99 if p99 < 0 else 0.0)
-    return (not item.cures, *gain, -item.gain_share, -item.gain_tokens, item.rule)
+    # Of cures, those that are sure come first and those that need another card last.
+    needs_cards = item.cures and "tensor_parallel_size" in item.changes
+    is_sure = item.plan.verdict == "fits" or not item.cures
+    return (not item.cures, needs_cards, not is_sure, *gain, -item.gain_share, -item.gain_tokens, item.rule)
 
 
 def _is_worth_it(plan: MemoryPlan, advice: Advice) -> bool:

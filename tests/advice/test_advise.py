@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from samples import sample_gpu, sample_plan, sample_record
 
+import labkit
 from labkit.advice import advise, binding_limit, headline
 from labkit.advice.limit import requests_at_once, tokens_per_request
 from labkit.errors import OutOfRangeError
@@ -125,3 +126,13 @@ def test_while_memory_does_not_bind_the_headline_promises_nothing(duration_s, na
     found = advise(record.plan, sample_plan, record=record)
     assert limit.name == name
     assert "more room gains nothing yet" in headline(record.plan, limit, found[0])
+
+
+def test_a_cure_that_needs_another_card_comes_after_those_that_do_not():
+    plan = labkit.plan(labkit.load_model("Qwen/Qwen3-8B"), labkit.load_gpu("A10"), engine="vllm")
+    assert plan.verdict == "does not fit"
+    cures = [advice for advice in advise(plan) if advice.cures]
+    assert "tensor_parallel_size" in cures[-1].changes
+    assert "tensor_parallel_size" not in cures[0].changes
+    sure = [advice.plan.verdict == "fits" for advice in cures[:-1]]
+    assert sure == sorted(sure, reverse=True)

@@ -57,3 +57,14 @@ def test_a_preset_fills_what_is_not_said():
     assert {one["output_tokens"] for one in row["requests"]} == {1}
     assert (row["config"]["max_num_seqs"], row["config"]["max_model_len"]) == (7, 8192)
     assert "most requests per second" in run("presets").stdout
+
+
+def test_advise_prints_the_limit_and_what_each_change_would_buy():
+    result = run("advise", "--model", "Qwen/Qwen3-8B", "--gpu", "L40S", "--limit", "4", "--max-model-len", "8192")
+    assert result.exit_code == 0
+    text = result.output.replace("\n", " ")
+    for part in ("binds", "Store the weights in fp8", "KV cache:", "KV tokens:", "tok/s", "p99 first token", "risk:"):
+        assert part in text
+    from_plan = run("advise", "--gpu", "cpu", "--limit", "2")
+    assert from_plan.exit_code == 0
+    assert "tok/s" not in from_plan.output
