@@ -166,6 +166,13 @@ def prove(path: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
     }  # fmt: skip
 
 
+def fit_shipped(sweep: Sweep) -> StepConstants:
+    """Constants of labkit's engine for cards that were not measured: the shares of this one, products by the smooth
+    roofline, fitted to a few runs of its grid."""
+    bare = sweep.constants.replace(products=())
+    return calibrate(bare, [run.record for run in sweep.grid[::9]])
+
+
 def share_inside(rows: Sequence[Mapping[str, Any]], constants: StepConstants) -> float:
     """Percent of runs whose TPOT lies in the interval of its prediction."""
     ratios = np.array([row["measured"]["tpot_mean_s"] / row["foretold"]["tpot_mean_s"] for row in rows])

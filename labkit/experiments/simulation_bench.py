@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from labkit.engine.step_constants import LEVELS, StepConstants, constants_table, load_constants
-from labkit.experiments.card_proof import prove
+from labkit.engine.step_constants import CONSTANT_NAMES, LEVELS, StepConstants, constants_table, load_constants
+from labkit.experiments.card_proof import fit_shipped, prove, read_sweep
 from labkit.experiments.fit_constants import fit_constants
 from labkit.experiments.public_runs import PublicRun, predict, public_runs
 from labkit.experiments.search_bench import shares_within
@@ -96,7 +96,7 @@ def bench_simulation(
         {"check": "search on public grids", "launches_allowed": most, **shares_within(served, most)} for most in (3, 5)
     ]
     if fit:
-        _write_constants(intervals)
+        _write_constants(intervals, sweep)
     rows = [*_rows("card left out", by_card, lambda run: run.gpu_name), *_rows("model left out", by_model, _model_of)]
     for level, errors in (("data sheet alone", _errors("data sheet")), ("in sample", _errors("shipped"))):
         rows += _rows(level, errors, _model_of)
@@ -228,15 +228,23 @@ def _percent(sizes: np.ndarray, share: float) -> float:
     return round(100 * float(np.percentile(sizes, share)), 2)
 
 
-def _write_constants(intervals: dict[str, list[float]]) -> None:
+def _write_constants(intervals: dict[str, list[float]], sweep: Path) -> None:
     import labkit.engine
 
     path = Path(next(iter(labkit.engine.__path__))) / "step_constants.json"
     table = json.loads(path.read_text(encoding="utf-8"))
     for engine in ("V1", "V0"):
         found = fit_engine(tuple(run for run in public_runs() if run.engine == engine))
-        table["shipped"][engine] = {
-            **{name: float(f"{getattr(found, name):.4g}") for name in SIGMAS}, **intervals,
-        }  # fmt: skip
+        table["shipped"][engine] = {**_rounded(found, SIGMAS), **intervals}
+    if sweep.is_file():
+        table["shipped"]["labkit"] = {**_rounded(fit_shipped(read_sweep(sweep)), CONSTANT_NAMES), **intervals}
     constants_table.cache_clear()
     write_atomic(path, json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+
+
+def _rounded(found: StepConstants, names: Iterable[str]) -> dict[str, float]:
+    usual = StepConstants.__dataclass_fields__
+    return {
+        name: float(f"{getattr(found, name):.4g}") for name in names if not name.startswith("interval")
+        and getattr(found, name) != usual[name].default
+    }  # fmt: skip
