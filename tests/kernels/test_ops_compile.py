@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("ops_launches.py")
 ARCHITECTURES = (80, 89, 90)
 # 8.9 differs from 8.0 in its shared memory and registers only where these are much used.
 OF_89 = ("norm", "rope", "copy", "sample", "awq 1")
-WIDE_LOADS = ("norm", "norm 576", "norm 5120", "silu", "gelu", "rope", "pool sum", "copy", "tops", "sample parts")
+WIDE_LOADS = ("norm", "norm 576", "norm 5120", "silu", "gelu", "rope", "pool sum", "copy", "greedy", "sample")
 WIDE_STORES = ("norm", "norm 576", "silu", "rope", "copy", "awq 1", "awq dequantise")
 
 
