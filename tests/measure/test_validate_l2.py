@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from labkit.measure import validate_l2
-from labkit.measure.l2_calibration import L2Calibration
+from labkit.measure.l2_calibration import L2Calibration, load_l2_calibration
 from labkit.measure.l2_simulator import simulate_attention
 from labkit.measure.ncu import NcuKernel
 from labkit.measure.roofline import Ceilings
@@ -14,6 +17,7 @@ from labkit.measure.run_record import Counters
 from labkit.specs.gpu_catalogue import catalogue_gpu
 
 H200 = catalogue_gpu("H200")
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_grid_covers_what_was_promised():
@@ -128,6 +132,31 @@ def test_ncu_counts_all_its_points_in_one_process(monkeypatch):
     assert [found[name].dram_bytes for name in names] == [100.0, 200.0]
     monkeypatch.setattr(validate_l2, "run_ncu", lambda *_, **__: ())
     assert validate_l2.count_with_ncu("H200", names) == ({}, "ncu saw 0 launches (would work: 6 of each point)")
+
+
+def test_what_was_counted_on_an_h200_is_still_what_is_simulated():
+    """The shipped calibration and today's launches against the recorded counters, within the promised bars."""
+    rows = {row["name"]: row for row in json.loads((ROOT / "results" / "counters.json").read_text())["rows"]}
+    known = {field.name for field in dataclasses.fields(Counters)}
+    counted = [
+        (point, Counters(**{name: value for name, value in rows[point.name]["counted"].items() if name in known}))
+        for point in validate_l2.points()
+        if point.name in rows
+    ]
+    compared = validate_l2.compare(H200, counted, load_l2_calibration(H200))
+    bars = validate_l2.summary(compared, [])
+    for name in (
+        "points",
+        "hit_rate_mean_error_points",
+        "hit_rate_worst_error_points",
+        "dram_bytes_mean_error_percent",
+    ):
+        assert bars[name]["ok"], (name, bars[name])
+
+
+def test_the_page_is_made_of_the_results():
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / "make_l2_table.py"), "--check"], check=False)
+    assert done.returncode == 0, "run tools/make_l2_table.py"
 
 
 def test_without_a_card_it_is_one_line(capsys, tmp_path):
