@@ -214,7 +214,7 @@ def main() -> None:
             "summary": by_name(summarise(rows)),
             "rows": rows,
         }  # fmt: skip
-        out.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(f"{len(rows)} rows at {time.time() - started:.0f} s", flush=True)
     for line in rows:
         print({key: round(value, 2) if isinstance(value, float) else value for key, value in line.items()})

@@ -82,7 +82,7 @@ def _block_size_line(rows: list[dict]) -> dict:
     return _entry("block size 16 against 128, time of 128 over time of 16", value, 0.97, 1.0, note)
 
 
-def _vllm_lines(decode: list[dict], prefill: list[dict]) -> list[dict]:
+def vllm_lines(decode: list[dict], prefill: list[dict]) -> list[dict]:
     against = _peer_ratios(decode, "vllm_triton")
     lowest, note = _lowest(against)
     prefill_lowest, prefill_note = _lowest(_peer_ratios(prefill, "vllm_triton"))
@@ -121,7 +121,7 @@ def summarise(rows: list[dict]) -> list[dict]:
         *_decode_lines(decode, ceilings["read_gb_s"]),
         _block_size_line(decode),
         _entry("prefill and chunks against FA3, lowest", prefill_value, 0.70, 0.85, prefill_note),
-        *_vllm_lines([r for r in decode if r["kv"] == "bf16"], prefill),
+        *vllm_lines([r for r in decode if r["kv"] == "bf16"], prefill),
         _entry("KV write of 4096 tokens or more, share of the copy ceiling", write_value, 0.8, 0.9, write_note),
         _entry("KV write of 4096 tokens or more, against a copy of as many bytes", copy_value, 0.8, 0.9, copy_note),
         _entry("KV write, 28 layers in a graph, share of the copy ceiling", layer_value, 0.8, 0.9, layer_note),
