@@ -21,26 +21,28 @@ KNOBS: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 64, "gpu_memory_
 ALONE, TOGETHER = [(128, 200)], [(128, 128)] * 64
 
 
-def measure_format(quantization: str | None, on_progress: Callable[[str], None]) -> dict[str, Any]:
-    """Bytes, seconds to load, and both speeds of one format."""
+def measure_format(
+    quantization: str | None, on_progress: Callable[[str], None], on_row: Callable[[dict[str, Any]], None]
+) -> None:
+    """Bytes, seconds to load, and both speeds of one format; `on_row` gets the row after each number."""
     import torch
 
     start = time.perf_counter()
     bench = Bench(LARGE_MODEL, on_progress, quantization)
     torch.cuda.synchronize()
-    load_s = time.perf_counter() - start
-    planned = bench.plan(**KNOBS).breakdown.weights_bytes
-    weights = bench.decoder.num_bytes + bench.decoder.table_bytes
     row: dict[str, Any] = {
-        "quantization": quantization, "load_s": load_s, "weights_bytes": weights, "planned_weights_bytes": planned,
-    }  # fmt: skip
+        "quantization": quantization,
+        "load_s": time.perf_counter() - start,
+        "weights_bytes": bench.decoder.num_bytes + bench.decoder.table_bytes,
+        "planned_weights_bytes": bench.plan(**KNOBS).breakdown.weights_bytes,
+    }
     for name, jobs in (("alone", ALONE), ("together", TOGETHER)):
         row[f"{name}_tokens_per_s"] = bench.throughput(name, jobs, rounds=2, **KNOBS)["output_tokens_per_s"]
+        on_row(row)
     del bench
     gc.unfreeze()
     gc.collect()
     torch.cuda.empty_cache()
-    return row
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -48,8 +50,8 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     by_format = {row["quantization"]: row for row in rows}
 
     def gain(quantization: str, load: str) -> float | None:
-        plain, other = by_format.get(None), by_format.get(quantization)
-        return None if plain is None or other is None else other[load] / plain[load]
+        plain, other = (by_format.get(name, {}).get(load) for name in (None, quantization))
+        return None if plain is None or other is None else other / plain
 
     off = [abs(row["weights_bytes"] / row["planned_weights_bytes"] - 1) for row in rows]
     return {
@@ -62,17 +64,26 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def bench_weights(path: str | Path, *, on_progress: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure and write the results file, again after each format.
+    """Measure and write the results file, again after each number.
 
     Raises:
         UnsupportedError: there is no card.
     """
     card = name_of_card()
-    command, rows, content = "python -m labkit.engine.bench_weights results/weights-gpu.json", [], {}
+    command = "python -m labkit.engine.bench_weights results/weights-gpu.json"
+    rows: dict[str | None, dict[str, Any]] = {}
+    content: dict[str, Any] = {}
+
+    def write(row: dict[str, Any]) -> None:
+        rows[row["quantization"]] = row
+        on_progress(str(row))
+        listed = list(rows.values())
+        content.update(
+            write_results(path, command=command, rows=listed, summary=summarize(listed), card=card, model=LARGE_MODEL)
+        )
+
     for quantization in FORMATS:
-        rows.append(measure_format(quantization, on_progress))
-        on_progress(str(rows[-1]))
-        content = write_results(path, command=command, rows=rows, summary=summarize(rows), card=card, model=LARGE_MODEL)
+        measure_format(quantization, on_progress, write)
     return content
 
 

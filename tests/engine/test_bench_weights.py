@@ -27,7 +27,9 @@ def test_gains_are_over_16_bit_and_the_worst_byte_count_stands():
 
 
 def test_what_was_not_measured_is_a_miss():
-    for rows in ([], [row(None, 100, 100, 200, 8000)]):
+    half = row("fp8", 50, 50, 300, 8000)
+    del half["alone_tokens_per_s"], half["together_tokens_per_s"]
+    for rows in ([], [row(None, 100, 100, 200, 8000)], [row(None, 100, 100, 200, 8000), half]):
         assert not any(entry["ok"] for entry in summarize(rows).values())
 
 

@@ -46,10 +46,10 @@ def test_rows_are_rounded_as_the_reference_rounds_them(columns):
         found, scales = quantise_rows(x)
         wanted, wanted_scales = reference(x)
         torch.testing.assert_close(scales, wanted_scales, rtol=1e-6, atol=0)
-        differs = found.float() != wanted.float()
-        # A quotient that is off in its last place may round to the neighbour.
-        assert float(differs.float().mean()) < 1e-3
-        torch.testing.assert_close(found.float(), wanted.float(), rtol=0.13, atol=0)
+        # A quotient that is off in its last place may round to the neighbour, which has the next number as its bits.
+        steps = (found.view(torch.uint8).int() - wanted.view(torch.uint8).int()).abs()
+        assert int(steps.max()) <= 1
+        assert float((steps > 0).float().mean()) < 1e-3
         assert not found[5].float().any()
 
 
