@@ -82,8 +82,9 @@ def from_runs(run_ids: list[str], store: str | None) -> dict[str, Any]:
         StoreError: no such run.
     """
     from labkit.experiments import RunStore
-    from labkit.experiments.calibrate import calibrate, memory_calibration
+    from labkit.experiments.calibrate import calibrate
     from labkit.experiments.card_files import RunCalibration, base_constants, keep_calibration
+    from labkit.experiments.measured_memory import memory_of
 
     if len(run_ids) > 3:
         raise OutOfRangeError("calibration takes few runs", available=f"{len(run_ids)} runs", works="1 to 3 runs")
@@ -101,7 +102,7 @@ def from_runs(run_ids: list[str], store: str | None) -> dict[str, Any]:
     measured = next((record for record in records if record.measured is not None and engine == "labkit"), None)
     memory = None
     if measured is not None and measured.measured is not None:
-        memory = memory_calibration(measured.measured.parts(), measured.plan)
+        memory = memory_of(measured.measured.parts(), measured.plan)
     kept = RunCalibration(first.model.name, engine, version, _now(), tuple(run_ids), constants, memory)
     path = keep_calibration(first.gpu, kept)
     return {**_answer(first.gpu.name, before, constants), "model": first.model.name, "path": str(path)}

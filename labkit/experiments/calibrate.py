@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -14,8 +14,6 @@ from labkit.errors import OutOfRangeError
 from labkit.experiments.fit_constants import fit_constants
 from labkit.experiments.virtual_run import step_time_model
 from labkit.measure.run_record import RunRecord, StepRow
-from labkit.memory import Calibration
-from labkit.memory.records import MemoryPlan
 
 # Log-normal widths of the prior around what is known already: of an engine whose host works in between …
 _SIGMAS = {
@@ -33,6 +31,7 @@ _UNMEASURED = {"bandwidth_efficiency": 0.15, "flops_efficiency": 0.15, "kv_effic
 _MOST_STEPS, _NOISE = 1200, 0.05
 # Steps of one run err together: they count as so many independent ones.
 _INDEPENDENT = 12
+_ENOUGH_WAITING = 8
 
 
 def calibrate(constants: StepConstants, records: Sequence[RunRecord]) -> StepConstants:
@@ -63,13 +62,24 @@ def calibrate(constants: StepConstants, records: Sequence[RunRecord]) -> StepCon
     found = fit_constants(
         constants, predict, measured, sigmas, noise=noise, starts=[_slow_host(constants)] if overlaps else []
     )
-    found = _with_other_kv(found, constants, records)
+    found = _with_other_kv(found, constants, records).replace(admission_s=_admission_s(records, constants))
     rest = np.log(measured / predict(found))
     low, high = np.quantile(rest, (0.05, 0.95))
     return found.replace(
         interval_low=float(np.exp(min(low, -_NOISE))), interval_high=float(np.exp(max(high, _NOISE))),
         level="calibrated",
     )  # fmt: skip
+
+
+def _admission_s(records: Sequence[RunRecord], constants: StepConstants) -> float:
+    """Seconds for each request that had come before the first step began; what is known already where few had."""
+    seconds = []
+    for record in records:
+        first_s = record.steps[0].start_s if record.steps else 0.0
+        waiting = sum(row.arrival_s <= 0.0 for row in record.requests)
+        if waiting >= _ENOUGH_WAITING:
+            seconds.append(first_s / waiting)
+    return float(np.median(seconds)) if seconds and record.plan.engine == "labkit" else constants.admission_s
 
 
 def _slow_host(constants: StepConstants) -> StepConstants:
@@ -86,23 +96,6 @@ def _with_other_kv(found: StepConstants, prior: StepConstants, records: Sequence
         return found
     known, other = (narrow, wide) if seen.pop() else (wide, narrow)
     return found.replace(**{other: getattr(prior, other) * getattr(found, known) / getattr(prior, known)})
-
-
-def memory_calibration(parts: Mapping[str, int], planned: MemoryPlan) -> Calibration:
-    """What the measured parts of a run on a card say about its plan: the planner then foretells the pool of others.
-
-    Args:
-        parts: part → measured bytes, as `Engine.memory_parts` gives them. planned: before anything ran.
-    """
-    predicted = planned.breakdown.parts()
-
-    def factor(part: str) -> float:
-        return parts[part] / predicted[part] if parts.get(part) and predicted[part] else 1.0
-
-    return Calibration(
-        weights_factor=factor("weights"), activation_factor=factor("activation"), graphs_factor=factor("cuda_graphs"),
-        non_torch_bytes=parts.get("workspace"), source="a run of labkit's engine",
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

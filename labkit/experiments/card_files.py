@@ -18,11 +18,11 @@ from typing import Any
 from labkit.engine.step_constants import StepConstants, load_constants
 from labkit.errors import FileFormatError
 from labkit.experiments.card_constants import constants_of
+from labkit.experiments.measured_memory import MeasuredMemory
 from labkit.experiments.microbench import Microbenchmark
 from labkit.experiments.serialise import from_plain, loads, to_plain
 from labkit.experiments.store_tables import data_folder
 from labkit.files import write_atomic
-from labkit.memory import Calibration
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.text import plain
 
@@ -47,7 +47,7 @@ class RunCalibration:
     made: str
     run_ids: tuple[str, ...]
     constants: StepConstants
-    memory: Calibration | None = None
+    memory: MeasuredMemory | None = None
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.engine.step_constants import StepConstants
 from labkit.errors import DoesNotFitError, LabkitError, OutOfRangeError, UnsupportedError, WorkerError
-from labkit.experiments.calibrate import calibrate, memory_calibration
+from labkit.experiments.calibrate import calibrate
 from labkit.experiments.card_files import constants_for
 from labkit.experiments.grid_sweep import KNOBS, RUN_ID, grid_points
+from labkit.experiments.measured_memory import MeasuredMemory, memory_of
 from labkit.experiments.run import RunOptions
 from labkit.experiments.search import Outcome, Point, SearchResult, Simulate, guided_search
 from labkit.experiments.virtual_run import VirtualOptions, simulate
 from labkit.experiments.worker import OnEvent
 from labkit.measure.run_record import RunRecord
 from labkit.measure.summary import summarize
-from labkit.memory import Calibration
 from labkit.specs.workload import Workload
 from labkit.text import nearest
 
@@ -121,7 +121,8 @@ class _Search:
         self._known = constants or constants_for(
             session.gpu, model.name, engine=self._engine, engine_version=engine_version, is_moe=model.moe is not None
         )
-        self._constants, self._memory = self._known, Calibration()
+        self._constants = self._known
+        self._memory: MeasuredMemory | None = None
 
     def virtual(self, point: Point, workload: Workload, run_id: str) -> RunRecord:
         """A simulated run; a second load arrives more slowly."""
@@ -166,7 +167,7 @@ class _Search:
         self._constants = calibrate(self._known, usable[-4:])
         measured = usable[-1].measured
         if measured is not None:
-            self._memory = memory_calibration(measured.parts(), usable[-1].plan)
+            self._memory = memory_of(measured.parts(), usable[-1].plan)
         return self.simulation(points)
 
 

@@ -15,8 +15,8 @@ from labkit.engine.step_time import StepTimeModel
 from labkit.engine.virtual_gpu import Jump, VirtualEngine
 from labkit.errors import DoesNotFitError, OutOfRangeError, UnsupportedError
 from labkit.experiments.card_files import calibration_for, constants_for
+from labkit.experiments.measured_memory import MeasuredMemory
 from labkit.measure.run_record import RequestRow, RunRecord, StepRow
-from labkit.memory import Calibration
 from labkit.memory import plan as memory_plan
 from labkit.memory.dtypes import compute_dtype
 from labkit.memory.records import MemoryPlan
@@ -60,7 +60,7 @@ def simulate(
     engine: str = "vllm",
     engine_version: str = "0.33.0",
     constants: StepConstants | None = None,
-    memory: Calibration | None = None,
+    memory: MeasuredMemory | None = None,
     options: VirtualOptions | None = None,
     is_cancelled: IsCancelled = lambda: False,
     run_id: str = "virtual",
@@ -96,7 +96,10 @@ def simulate(
     if memory is None and constants is None:
         known = calibration_for(gpu, model.name, engine=engine, engine_version=engine_version)
         memory = None if known is None else known.memory
-    plan = memory_plan(model, gpu, config, engine=engine, engine_version=engine_version, calibration=memory)
+    plan = memory_plan(model, gpu, config, engine=engine, engine_version=engine_version)
+    if memory is not None:
+        known_parts = memory.calibration(plan)
+        plan = memory_plan(model, gpu, config, engine=engine, engine_version=engine_version, calibration=known_parts)
     constants = constants or constants_for(
         gpu, model.name, engine=engine, engine_version=engine_version, is_moe=model.moe is not None
     )

@@ -13,14 +13,15 @@ from labkit.experiments import card_proof, card_sweep
 from labkit.experiments.card_constants import constants_of
 from labkit.experiments.card_proof import changed_flags, errors, foretold, medians, read_sweep, search_on_grid
 from labkit.experiments.card_sweep import SweepRun, packed_steps, run_metrics
+from labkit.experiments.measured_memory import MeasuredMemory, memory_of
 from labkit.experiments.microbench import Microbenchmark, Timing
 from labkit.experiments.run import RunOutcome
 from labkit.experiments.virtual_run import VirtualOptions, simulate
-from labkit.memory import Calibration, plan
+from labkit.memory import plan
 from labkit.specs import load_gpu, load_model
 
 GPU = load_gpu("H200")
-MEMORY = Calibration(non_torch_bytes=3072, graphs_factor=0.6, activation_factor=1.2)
+MEMORY = MeasuredMemory({"workspace": 3072, "activation": 90 * 2**20, "cuda_graphs": 60 * 2**20}, 2048)
 TRAFFIC = {"num_requests": 24, "input_lengths": "uniform:16-200", "output_lengths": "uniform:8-40"}
 KNOBS = {
     "kv_cache_dtype": ("auto", "fp8"), "max_num_batched_tokens": (512, 2048), "max_num_seqs": (8, 24),
@@ -56,9 +57,7 @@ def row_of(run, constants):
         model, GPU, run.workload(), run.config, engine="labkit", constants=constants, memory=MEMORY,
         options=VirtualOptions(has_server=False),
     )  # fmt: skip
-    parts = dict(plan(model, GPU, run.config).breakdown.parts())
-    parts |= {"workspace": 3072, "cuda_graphs": round(0.6 * parts["cuda_graphs"]),
-              "activation": round(1.2 * parts["activation"])}  # fmt: skip
+    parts = dict(plan(model, GPU, run.config).breakdown.parts()) | MEMORY.parts
     outcome = RunOutcome("finished", record.duration_s, record.requests, record.steps, None)
     return {
         "part": run.part, "model": run.model, "knobs": dict(run.knobs), "seed": run.seed,
@@ -70,7 +69,7 @@ def row_of(run, constants):
 
 def test_one_run_foretells_the_others(sweep):
     assert (len(sweep.grid), len(sweep.held_back)) == (8, 1)
-    before = medians(foretold(sweep.grid, sweep.constants, Calibration()))
+    before = medians(foretold(sweep.grid, sweep.constants, None))
     constants = card_proof.calibrate(sweep.constants, [sweep.first.record])
     after = medians(foretold([*sweep.grid, *sweep.held_back], constants, sweep.first.memory))
     assert before["output_tokens_per_s"] > 3 * after["output_tokens_per_s"]
@@ -80,18 +79,34 @@ def test_one_run_foretells_the_others(sweep):
 
 
 def test_the_pool_is_foretold_by_the_memory_of_one_run(sweep):
-    found = sweep.first.memory
-    assert found.graphs_factor == pytest.approx(0.6, rel=1e-3)
-    assert found.activation_factor == pytest.approx(1.2, rel=1e-3)
     for run in sweep.grid:
-        planned = plan(load_model(run.run.model), GPU, run.run.config, calibration=found)
-        assert planned.num_gpu_blocks == pytest.approx(run.row["num_gpu_blocks"], rel=1e-3)
+        if run.run.config.max_num_batched_tokens == sweep.first.run.config.max_num_batched_tokens:
+            planned = plan(load_model(run.run.model), GPU, run.run.config)
+            found = plan(
+                load_model(run.run.model), GPU, run.run.config, calibration=sweep.first.memory.calibration(planned)
+            )
+            assert found.num_gpu_blocks == pytest.approx(run.row["num_gpu_blocks"], rel=2e-3)
+
+
+def test_activation_goes_with_the_tokens_of_a_step_and_the_graphs_hold_it_once():
+    config = card_sweep.SweepRun("grid", {}).config
+    planned = plan(load_model("Qwen/Qwen3-0.6B"), GPU, config)
+    larger = plan(load_model("Qwen/Qwen3-0.6B"), GPU, config.replace(max_num_batched_tokens=8192))
+    # As an H200 measured them: 68 MiB of activation and 126 MiB of graphs at 2,048 tokens, 272 and 392 at 8,192.
+    memory = memory_of({"activation": 68 * 2**20, "cuda_graphs": 126 * 2**20, "workspace": 512}, planned)
+    found, same = memory.calibration(larger), memory.calibration(planned)
+    activation, graphs = (larger.breakdown.parts()[part] / 2**20 for part in ("activation", "cuda_graphs"))
+    assert found.activation_factor * activation == pytest.approx(272)
+    assert found.graphs_factor * graphs == pytest.approx(126 - 68 + 272)
+    assert same.graphs_factor * planned.breakdown.parts()["cuda_graphs"] == pytest.approx(126 * 2**20)
+    assert (found.non_torch_bytes, found.weights_factor) == (512, 1.0)
+    assert memory_of({}, planned).calibration(planned).activation_factor == 1.0
 
 
 def test_a_changed_flag_is_foretold_from_the_run_beside_it(sweep):
     found = changed_flags(sweep)
-    # Runs 0 and 5 of the grid calibrate, and each differs in one flag alone from one other run for each flag.
-    assert found["kv_cache_dtype"]["pairs"] == found["max_num_seqs"]["pairs"] == 2
+    # Every second run of the grid calibrates, and each differs in one flag alone from one other run for each flag.
+    assert found["kv_cache_dtype"]["pairs"] == found["max_num_seqs"]["pairs"] == 4
     assert found["max_num_seqs"]["throughput_median"] < 3
     assert "throughput_median" not in found["gpu_memory_utilization"]
 
