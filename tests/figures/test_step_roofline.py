@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from samples import sample_record
 
 import labkit
 from labkit.advice.step_bound import StepBound, StepPoint, step_bound
@@ -11,6 +10,7 @@ from labkit.experiments.virtual_run import VirtualOptions, simulate
 from labkit.figures import step_roofline
 from labkit.specs import synthetic_workload
 from labkit.specs.engine_config import EngineConfig
+from tests.figures.samples import sample_record
 
 BOUND = StepBound(
     "bandwidth", {"bandwidth": 0.7, "compute": 0.2, "host": 0.1, "graphs": 0.0, "links": 0.0},
