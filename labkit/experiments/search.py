@@ -73,7 +73,7 @@ class SearchResult:
         gain: best over default - 1, None where one of the two is missing. gain_range: in which it lies in 19 of 20.
         is_different: that range does not hold 0.
         launches: all, in order. num_candidates: configurations that were simulated. num_refused: dropped by the plan.
-        num_alike: dropped because the simulation gives them what it gives a safer one.
+        num_alike: not launched because the simulation gives them what it gives a safer one.
         stopped: why no further launch was made. sentence: the answer in words.
     """
 
@@ -126,8 +126,7 @@ def guided_search(
     if expected[0] is None:
         raise OutOfRangeError("the plan refuses the default settings", works="a default that fits")
     fitting = [(point, outcome) for point, outcome in zip(known, expected, strict=True) if outcome is not None]
-    kept = without_alike(fitting)
-    state = _State([point for point, _ in kept], [outcome for _, outcome in kept], latency_limit_s, noise)
+    state = _State([point for point, _ in fitting], [outcome for _, outcome in fitting], latency_limit_s, noise)
     explored = max_runs - _REPEATS if repeats and max_runs >= _REPEATS_FROM else max_runs
     stopped = f"{explored} launches were made"
     index: int | None = 0
@@ -145,18 +144,17 @@ def guided_search(
         if once is None:
             break
         on_launch(state.launch(once, launch, is_repeat=True))
-    counts = (len(fitting), len(known) - len(fitting), len(fitting) - len(kept))
-    return state.result(stopped, *counts)
+    return state.result(stopped, len(fitting), len(known) - len(fitting))
 
 
-def without_alike(pairs: Sequence[tuple[Point, Outcome]]) -> list[tuple[Point, Outcome]]:
-    """The first pair, and of those whose predictions are the same the one that is surest to start, in order."""
-    order = sorted(range(len(pairs)), key=lambda index: (index > 0, -pairs[index][1].fit_probability, index))
+def alike(outcomes: Sequence[Outcome]) -> frozenset[int]:
+    """Which outcomes are the same as one that is surer to start, or as the first."""
+    order = sorted(range(len(outcomes)), key=lambda index: (index > 0, -outcomes[index].fit_probability, index))
     chosen: list[int] = []
     for index in order:
-        if not any(_are_alike(pairs[index][1], pairs[other][1]) for other in chosen):
+        if not any(_are_alike(outcomes[index], outcomes[other]) for other in chosen):
             chosen.append(index)
-    return [pairs[index] for index in sorted(chosen)]
+    return frozenset(range(len(outcomes))) - frozenset(chosen)
 
 
 def _are_alike(one: Outcome, other: Outcome) -> bool:
@@ -175,6 +173,7 @@ class _State:
         self._outcomes: dict[int, list[Outcome]] = {}
         self._failed: set[int] = set()
         self._positions = scaled_positions(points)
+        self._alike = alike(expected)
 
     def launch(self, index: int, run: Callable[[Point], Outcome], *, is_repeat: bool = False) -> Launch:
         point, expected = self.points[index], self.expected[index]
@@ -192,6 +191,7 @@ class _State:
         """Take a simulation that knows more; what it refuses keeps its old outcome."""
         again = [simulate(point) for point in self.points]
         self.expected = [new or old for new, old in zip(again, self.expected, strict=True)]
+        self._alike = alike(self.expected)
 
     def mean(self, index: int) -> Outcome | None:
         """What a point gave, repeats averaged; None where it never started."""
@@ -222,6 +222,8 @@ class _State:
     def next(self) -> tuple[int | None, str]:
         """The candidate to launch, or None and why there is no point in one."""
         left = [index for index in range(len(self.points)) if index not in self._outcomes and index not in self._failed]
+        # What the simulation cannot tell apart is launched once; the others come when nothing else is left.
+        left = [index for index in left if index not in self._alike] or left
         if not left:
             return None, "every configuration was launched"
         mean, deviation = self._residuals(lambda outcome: outcome.value, self.noise)
@@ -267,7 +269,7 @@ class _State:
         failed = np.array([self.expected[index].fit_probability for index in self._failed])
         return fits * 0.5 ** (fits[:, None] <= failed[None, :]).sum(axis=1)
 
-    def result(self, stopped: str, num_candidates: int, num_refused: int, num_alike: int) -> SearchResult:
+    def result(self, stopped: str, num_candidates: int, num_refused: int) -> SearchResult:
         best, default = self.best(), self.mean(0)
         first = self.launches[0] if self.launches else Launch(self.points[0], self.expected[0], None, "not launched")
         gain = between = None
@@ -277,7 +279,7 @@ class _State:
         winner = None if best is None else Launch(self.points[best[0]], self.expected[best[0]], best[1])
         found = SearchResult(
             winner, replace(first, measured=default), gain, between, between is not None and between[0] > 0,
-            tuple(self.launches), num_candidates, num_refused, num_alike, stopped,
+            tuple(self.launches), num_candidates, num_refused, len(self._alike - self._outcomes.keys()), stopped,
         )  # fmt: skip
         return replace(found, sentence=_sentence(found))
 

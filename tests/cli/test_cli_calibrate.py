@@ -31,7 +31,7 @@ def simulated(engine="labkit", **settings):
 def stored(tmp_path, run_id="a", origin="measured", engine="labkit", **changes):
     """A store with a run of an engine that is slower on the host than the shipped constants say."""
     shipped = load_constants(engine=engine)
-    record = simulated(engine, constants=shipped.replace(step_s=8 * shipped.step_s), run_id=run_id)
+    record = simulated(engine, constants=shipped.replace(step_s=16 * shipped.step_s), run_id=run_id)
     path = tmp_path / "runs.sqlite3"
     store = RunStore(path)
     store.save(dataclasses.replace(record, origin=origin, **changes))
@@ -48,7 +48,7 @@ def test_runs_calibrate_and_the_next_simulation_uses_it(tmp_path):
     answer = json.loads(result.stdout)
     assert answer["level"] == "calibrated"
     assert answer["constants"] != answer["before"]
-    truth = simulated(constants=load_constants(engine="labkit").replace(step_s=8 * answer["before"]["step_s"]))
+    truth = simulated(constants=load_constants(engine="labkit").replace(step_s=16 * answer["before"]["step_s"]))
     assert simulated().duration_s == pytest.approx(truth.duration_s, rel=0.03)
     assert simulated(constants=load_constants(engine="labkit")).duration_s < 0.6 * truth.duration_s
     after = run("simulate", "--model", "Qwen/Qwen3-0.6B", "--gpu", "H200", "--limit", "3", "--engine", "labkit")

