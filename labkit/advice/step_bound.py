@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from labkit.engine.step_constants import load_constants
 from labkit.engine.step_time import StepLoad, StepTimeModel
+from labkit.experiments.card_files import constants_for
 from labkit.experiments.virtual_run import virtual_engine
 from labkit.format import share
 from labkit.measure.run_record import RunRecord
@@ -106,7 +106,11 @@ def step_bound(plan: MemoryPlan, record: RunRecord) -> StepBound | None:
 
 
 def _model(plan: MemoryPlan) -> StepTimeModel:
-    return virtual_engine(plan, load_constants(plan.engine_version, is_moe=plan.model.moe is not None)).gpu.model
+    constants = constants_for(
+        plan.gpu, plan.model.name, engine=plan.engine, engine_version=plan.engine_version,
+        is_moe=plan.model.moe is not None,
+    )  # fmt: skip
+    return virtual_engine(plan, constants).gpu.model
 
 
 def _load(plan: MemoryPlan, record: RunRecord) -> StepLoad:

@@ -9,6 +9,7 @@ from samples import sample_record
 
 import labkit
 from labkit.advice import binding_limit, step_bound
+from labkit.engine.step_constants import load_constants
 from labkit.experiments.virtual_run import VirtualOptions, simulate
 from labkit.measure.run_record import RequestRow, RunRecord, StepRow
 from labkit.memory import plan as make_plan
@@ -113,3 +114,18 @@ def test_the_limit_at_a_load_is_named_from_a_simulated_run(model, knobs, traffic
     assert limit.sentence.startswith(limit.title)
     assert limit.steps is not None
     assert any(entry.label.startswith("steps' time") for entry in limit.evidence)
+
+
+def test_the_engines_own_constants_on_this_card_divide_the_step(monkeypatch):
+    import labkit.advice.step_bound as module
+
+    slow_host = dataclasses.replace(load_constants(engine="labkit"), step_s=10.0)
+
+    def known(gpu, model, *, engine, **others):
+        return slow_host if (gpu.name, model, engine) == ("H200", "Qwen/Qwen3-0.6B", "labkit") else load_constants()
+
+    monkeypatch.setattr(module, "constants_for", known)
+    record = run_of("Qwen/Qwen3-0.6B", "H200", decode(8, 500, seconds=0.003), max_model_len=4096)
+    own = make_plan(record.model, record.gpu, record.config, engine="labkit")
+    assert step_bound(own, record).shares["host"] > 0.99
+    assert step_bound(record.plan, record).shares["host"] < 0.9
