@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 from samples import sample_record
@@ -117,14 +118,12 @@ def test_the_limit_at_a_load_is_named_from_a_simulated_run(model, knobs, traffic
 
 
 def test_the_engines_own_constants_on_this_card_divide_the_step(monkeypatch):
-    import labkit.advice.step_bound as module
-
     slow_host = dataclasses.replace(load_constants(engine="labkit"), step_s=10.0)
 
     def known(gpu, model, *, engine, **others):
         return slow_host if (gpu.name, model, engine) == ("H200", "Qwen/Qwen3-0.6B", "labkit") else load_constants()
 
-    monkeypatch.setattr(module, "constants_for", known)
+    monkeypatch.setattr(sys.modules[step_bound.__module__], "constants_for", known)
     record = run_of("Qwen/Qwen3-0.6B", "H200", decode(8, 500, seconds=0.003), max_model_len=4096)
     own = make_plan(record.model, record.gpu, record.config, engine="labkit")
     assert step_bound(own, record).shares["host"] > 0.99
