@@ -21,10 +21,9 @@ class OtherRank:
     Args:
         rank: its number, 1 or more.
         num_threads, hang_timeout_s: as of `Worker`.
-        meeting: descriptor of the file in which the ranks find each other.
     """
 
-    def __init__(self, rank: int, *, num_threads: int, hang_timeout_s: float, meeting: int) -> None:
+    def __init__(self, rank: int, *, num_threads: int, hang_timeout_s: float) -> None:
         self.rank = rank
         self._steps, self._theirs = socket.socketpair()
         self._steps.setblocking(False)
@@ -32,7 +31,7 @@ class OtherRank:
             RANK_BACKEND,
             num_threads=num_threads,
             hang_timeout_s=hang_timeout_s,
-            pass_fds=(self._theirs.fileno(), meeting),
+            pass_fds=(self._theirs.fileno(),),
         )
         self.is_ready = threading.Event()
         self.memory_parts: dict[str, int] | None = None

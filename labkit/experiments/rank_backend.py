@@ -125,7 +125,7 @@ def connect(arguments: dict[str, Any]) -> Any:
     return ProcessRanks(
         arguments["rank"],
         arguments["size"],
-        f"/proc/self/fd/{arguments['meeting']}",
+        arguments["meeting"],
         device,
         timeout_s=arguments["timeout_s"],
     )

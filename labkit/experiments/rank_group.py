@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
+import tempfile
 import threading
 import time
 import weakref
@@ -61,11 +61,10 @@ class RankGroup:
         self._is_running = False
         self._losing = threading.Lock()
         self._closed = threading.Event()
-        # A file without a name, gone with the last process that has it open.
-        self._meeting = os.memfd_create("labkit-ranks")
+        # A store of torch opens its file once more when it is collected: the path must never name another file.
+        self._folder = tempfile.TemporaryDirectory(prefix="labkit-ranks-")
         self._others = [
-            OtherRank(rank, num_threads=num_threads, hang_timeout_s=hang_timeout_s, meeting=self._meeting)
-            for rank in range(1, size)
+            OtherRank(rank, num_threads=num_threads, hang_timeout_s=hang_timeout_s) for rank in range(1, size)
         ]
         threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), daemon=True).start()
 
@@ -93,7 +92,8 @@ class RankGroup:
         self._leave_run()
         self._decoder = None
         shared = {
-            "size": self.size, "meeting": self._meeting, "device": self.device, "timeout_s": 2 * self._step_limit_s,
+            "size": self.size, "meeting": f"{self._folder.name}/meeting", "device": self.device,
+            "timeout_s": 2 * self._step_limit_s,
             "model": to_plain(spec), "source": source or "", "dtype": dtype, "load_format": load_format,
             "settings": settings,
         }  # fmt: skip
@@ -175,7 +175,7 @@ class RankGroup:
             other.close()
         if self._ranks is not None:
             self._ranks.abort()
-        os.close(self._meeting)
+        self._folder.cleanup()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):

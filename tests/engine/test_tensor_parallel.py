@@ -12,6 +12,7 @@ import json
 import os
 import random
 import signal
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,7 +59,8 @@ class ThreadGroup:
 
     def __init__(self, size: int) -> None:
         self._pool = ThreadPoolExecutor(size)
-        meeting = f"/proc/self/fd/{os.memfd_create('test')}"
+        self._folder = tempfile.TemporaryDirectory()
+        meeting = f"{self._folder.name}/meeting"
         self._ranks = list(self._pool.map(lambda rank: connected(rank, size, meeting), range(size)))
 
     def load(self, spec, folder: Path):
@@ -301,9 +303,8 @@ def test_steps_survive_the_way_through_a_message():
 
 def on_threads(call):
     """`call` for each of two gloo ranks that are threads of this process."""
-    meeting = f"/proc/self/fd/{os.memfd_create('test')}"
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda rank: call(connected(rank, 2, meeting)), range(2)))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: call(connected(rank, 2, f"{folder}/meeting")), range(2)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
