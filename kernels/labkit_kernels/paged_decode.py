@@ -241,21 +241,18 @@ def _arrive(counter, count):
 @triton.jit(do_not_specialize=["window", "max_items", "table_stride", "shared_stride"])
 def _decode_kernel(
     q, k_cache, v_cache, block_tables, query_start_loc, out, lse, meta, items, counters, partial_out, partial_lse,
-    shared_out, shared_lse, sinks, k_scale_ptr, v_scale_ptr, k_tokens, v_tokens,
-    scale, softcap, window, k_scale, v_scale, fence, ks_stride, vs_stride,
-    ts_stride_block, ts_stride_slot, ts_stride_head, max_items, table_stride, shared_stride,
-    q_stride_token, q_stride_head, k_stride_block, k_stride_slot, k_stride_head,
-    v_stride_block, v_stride_slot, v_stride_head, out_stride_token, out_stride_head, lse_stride_token,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALE_TENSORS: tl.constexpr,
-    TOKEN_SCALES: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, LSE: tl.constexpr, RAGGED: tl.constexpr,
-    QUERY_LEN: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PROGRAMS: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, EVICT: tl.constexpr, STEP: tl.constexpr, SAME_STRIDES: tl.constexpr,
-    WORDS: tl.constexpr, SHARED: tl.constexpr, WAIT: tl.constexpr,
+    shared_out, shared_lse, sinks, k_scale_ptr, v_scale_ptr, k_tokens, v_tokens, scale, softcap, window, k_scale,
+    v_scale, fence, ks_stride, vs_stride, ts_stride_block, ts_stride_slot, ts_stride_head, max_items, table_stride,
+    shared_stride, q_stride_token, q_stride_head, k_stride_block, k_stride_slot, k_stride_head, v_stride_block,
+    v_stride_slot, v_stride_head, out_stride_token, out_stride_head, lse_stride_token, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SCALE_TENSORS: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    KIND: tl.constexpr, ASM: tl.constexpr, LSE: tl.constexpr, RAGGED: tl.constexpr, QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, PROGRAMS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, SWAP: tl.constexpr,
+    PREFETCH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr, STEP: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, WORDS: tl.constexpr, SHARED: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    item = tl.program_id(0) // PROGRAMS
-    program = tl.program_id(0) % PROGRAMS
+    item, program = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
     # All fields at once, before the exit: one round trip to memory instead of a chain of them.
     num_items = tl.load(meta)
     seq = tl.load(items + item)
@@ -296,8 +293,8 @@ def _decode_kernel(
         acc, m, total = _attend(
             queries, limit, k_base, v_base, ks_base, vs_base, table, start, end, qk_scale, softcap, window,
             tl.full([], fence, tl.float16), k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-            ts_stride_block, ts_stride_slot, WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP, N, TILE, BLOCK_SIZE,
-            SWAP, PREFETCH, STAGES, PRECISION, EVICT, SAME_STRIDES,
+            ts_stride_block, ts_stride_slot, WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP, N, TILE, BLOCK_SIZE, SWAP,
+            PREFETCH, STAGES, PRECISION, EVICT, SAME_STRIDES,
         )  # fmt: skip
     q_heads = PROGRAMS * HEADS
     if count == 1:

@@ -91,7 +91,8 @@ def step_bound(plan: MemoryPlan, record: RunRecord) -> StepBound | None:
         return None
     if not len(seconds) or seconds.sum() <= 0:
         return None
-    model, load = _model(plan), _load(plan, record)
+    model = _model(plan)
+    load = _load(plan, record, model)
     parts = _time_parts(model, load, peak)
     if plan.config.enforce_eager:
         _split_eager(parts, model, plan, load)
@@ -113,7 +114,7 @@ def _model(plan: MemoryPlan) -> StepTimeModel:
     return virtual_engine(plan, constants).gpu.model
 
 
-def _load(plan: MemoryPlan, record: RunRecord) -> StepLoad:
+def _load(plan: MemoryPlan, record: RunRecord, model: StepTimeModel) -> StepLoad:
     """The work of each step as far as its row says it: contexts are means, prompts are of the run's mean length."""
     steps = record.steps
 
@@ -124,7 +125,7 @@ def _load(plan: MemoryPlan, record: RunRecord) -> StepLoad:
     context = column("num_tokens_stored") / np.maximum(1.0, running)
     lengths = [row.input_tokens for row in record.requests]
     prompt = float(np.mean(lengths)) if lengths else float(plan.config.max_num_batched_tokens or 1)
-    kinds = _model(plan).cost.kv
+    kinds = model.cost.kv
     return StepLoad(
         num_tokens=column("num_tokens"), num_seqs=np.maximum(running, 1.0),
         num_sampled=decodes + prompts / max(1.0, prompt),
