@@ -17,7 +17,7 @@ from labkit.experiments.rank_group import RankGroup
 from labkit.experiments.run import PromptOf, RunOptions, RunOutcome, WorkloadRun
 from labkit.experiments.serialise import from_plain, rows_to_plain, to_plain
 from labkit.measure.allocator import torch_snapshot
-from labkit.measure.card_users import other_programs
+from labkit.measure.card_users import current_card_uuid, other_programs
 from labkit.measure.run_watch import RunWatch
 from labkit.measure.step_counters import CountedSteps, count_decode_steps
 from labkit.memory.records import MemoryPlan
@@ -221,15 +221,9 @@ def _context(prompt: Sequence[int], length: int) -> list[int]:
 
 def _naming_others(error: DoesNotFitError, plan: MemoryPlan) -> DoesNotFitError:
     """The refusal with the programs that hold the card's memory, where NVML names them."""
-    others = "" if plan.gpu.is_cpu else other_programs(plan.gpu.uuid or _uuid_of_card())
+    others = "" if plan.gpu.is_cpu else other_programs(plan.gpu.uuid or current_card_uuid())
     parts = {name: getattr(error, name) for name in ("needed", "available", "works", "knob")}
     return DoesNotFitError(f"{error.message}: {others}" if others else error.message, **parts)
-
-
-def _uuid_of_card() -> str:
-    import torch
-
-    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def _progress(phase: str, done: int, start: float) -> dict[str, Any]:

@@ -168,7 +168,12 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log or subprocess.DEVNULL,
                 stderr=self._log or subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+                # NVML counts cards in this order, whatever CUDA would do by itself.
+                env={
+                    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                },
                 # A Ctrl-C in the terminal or an interrupted kernel reaches this process only.
                 start_new_session=True,
             )

@@ -1,4 +1,4 @@
-"""Other programs on a card, from NVML: who holds memory that a plan counted on."""
+"""The card that this process works on, and the other programs on it, from NVML: who holds memory that a plan needs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from typing import Any
 from labkit.format import memory
 
 _SHOWN = 3
+
+
+def current_card_uuid() -> str:
+    """NVML's identity of torch's current card, whatever CUDA_VISIBLE_DEVICES numbers it; torch has a card."""
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def other_programs(uuid: str | None, pynvml: Any = None) -> str:

@@ -42,11 +42,13 @@ class Replay:
         command: program and arguments.
         kernel: ncu's filter of kernel names; None is every kernel.
         warm_ups: profiled launches that do not count; the values are means over the others.
+        card_uuid: NVML's identity of the card to launch on; None is the first that CUDA shows.
     """
 
     command: tuple[str, ...]
     kernel: str | None = None
     warm_ups: int = 1
+    card_uuid: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ def count_replay(
     Raises:
         CountersUnavailable: no launch was profiled, or as `run_ncu`.
     """
-    launches = run_replay(replay.command, metrics, kernel=replay.kernel)[replay.warm_ups :]
+    launches = run_replay(replay.command, metrics, kernel=replay.kernel, card_uuid=replay.card_uuid)
+    launches = launches[replay.warm_ups :]
     if not launches:
         raise CountersUnavailable("ncu: no launch was profiled", works="a command that launches the kernel")
     return mean_metrics(launches)
@@ -110,12 +113,12 @@ class CounterScope:
     """Counts what runs in its `with` block, or one call; see `counters`."""
 
     def __init__(
-        self, metrics: Sequence[str], *, card: str, device_index: int, simulated: Callable[[], Counters] | None,
-        replay: Replay | None, synchronize: Callable[[], object] | None, open_profiler: Callable[..., Any],
+        self, metrics: Sequence[str], *, card: str, simulated: Callable[[], Counters] | None, replay: Replay | None,
+        synchronize: Callable[[], object] | None, open_profiler: Callable[..., Any],
         run_replay: Callable[..., tuple[NcuKernel, ...]],
     ) -> None:  # fmt: skip
         self.result = Counted()
-        self._metrics, self._card, self._device = tuple(metrics), card, device_index
+        self._metrics, self._card = tuple(metrics), card
         self._simulated, self._replay = simulated, replay
         self._synchronize = synchronize or _synchronize
         self._open_profiler, self._run_replay = open_profiler, run_replay
@@ -192,7 +195,7 @@ class CounterScope:
         Raises:
             CountersUnavailable: as the profiler, or the executions are not alike, as they are of one call.
         """
-        self._profiler = self._open_profiler(metrics, self._device, max_ranges=count)
+        self._profiler = self._open_profiler(metrics, max_ranges=count)
         try:
             runs = self._profiler.run(call, self._synchronize, before)
         finally:
@@ -206,18 +209,18 @@ class CounterScope:
         """A profiler of all metrics; of the core ones where all are not known or need more than one pass."""
         check_permission()
         try:
-            profiler = self._open_profiler(self._metrics, self._device)
+            profiler = self._open_profiler(self._metrics)
         except CountersUnavailable as error:
             if "INVALID_METRIC" not in str(error):
                 raise
             self._notes.append(f"CUPTI: only the core metrics; {error}")
-            return self._open_profiler(self._core(), self._device)
+            return self._open_profiler(self._core())
         if profiler.num_passes > 1:
             profiler.close()
             self._notes.append(
                 f"CUPTI: only the core metrics; all {len(self._metrics)} need {profiler.num_passes} passes"
             )
-            return self._open_profiler(self._core(), self._device)
+            return self._open_profiler(self._core())
         return profiler
 
     def _core(self) -> tuple[str, ...]:
@@ -265,14 +268,14 @@ def counters(
     metrics: Sequence[str] = METRICS,
     *,
     card: str = "",
-    device_index: int = 0,
     simulated: Callable[[], Counters] | None = None,
     replay: Replay | None = None,
     synchronize: Callable[[], object] | None = None,
     open_profiler: Callable[..., Any] = RangeProfiler,
     run_replay: Callable[..., tuple[NcuKernel, ...]] = run_ncu,
 ) -> CounterScope:
-    """Counts what runs in the `with` block once (or, with `.count(call)`, a call that may be repeated).
+    """Counts what runs in the `with` block once (or, with `.count(call)`, a call that may be repeated), on the card of
+    the thread's current CUDA context.
 
     The block always runs, counted or not. Afterwards `.result` is a `Counted`.
 
@@ -285,8 +288,8 @@ def counters(
         open_profiler, run_replay: the measuring methods, for tests.
     """
     return CounterScope(
-        metrics, card=card, device_index=device_index, simulated=simulated, replay=replay, synchronize=synchronize,
-        open_profiler=open_profiler, run_replay=run_replay,
+        metrics, card=card, simulated=simulated, replay=replay, synchronize=synchronize, open_profiler=open_profiler,
+        run_replay=run_replay,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from labkit.errors import UnsupportedError
 from labkit.measure import cupti_structs as c
@@ -129,21 +129,31 @@ class Cupti:
         return plain(text.value.decode("utf-8", "replace"), 100)
 
 
-def current_context() -> int:
+class Context(NamedTuple):
+    """A CUDA context and the index of its card among those that CUDA_VISIBLE_DEVICES leaves."""
+
+    handle: int
+    device_index: int
+
+
+def current_context(driver: Any = None) -> Context:
     """The calling thread's CUDA context.
+
+    Args:
+        driver: libcuda, for tests.
 
     Raises:
         CountersUnavailable: no driver, or nothing ran on a card yet.
     """
-    context = ctypes.c_void_p()
+    context, device = ctypes.c_void_p(), ctypes.c_int()
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        code = driver.cuCtxGetCurrent(ctypes.byref(context))
+        driver = driver or ctypes.CDLL("libcuda.so.1")
+        code = driver.cuCtxGetCurrent(ctypes.byref(context)) or driver.cuCtxGetDevice(ctypes.byref(device))
     except (OSError, AttributeError) as error:
         raise CountersUnavailable(f"no CUDA driver: {plain(error, 120)}", works="a machine with a card") from error
     if code or not context.value:
         raise CountersUnavailable("no CUDA context in this thread", works="a tensor on the card before counting")
-    return context.value
+    return Context(context.value, device.value)
 
 
 class RangeProfiler:
@@ -151,8 +161,7 @@ class RangeProfiler:
 
     Args:
         metrics: NVIDIA's metric names.
-        device_index: the card's index as CUDA counts.
-        context: CUcontext; None takes the current one.
+        context: whose card counts; None takes the thread's current one.
         cupti: the library, for tests.
         max_ranges: ranges of a pass, at most.
 
@@ -161,9 +170,8 @@ class RangeProfiler:
     """
 
     def __init__(
-        self, metrics: Sequence[str], device_index: int = 0, context: int | None = None, cupti: Cupti | None = None,
-        max_ranges: int = 1,
-    ) -> None:  # fmt: skip
+        self, metrics: Sequence[str], context: Context | None = None, cupti: Cupti | None = None, max_ranges: int = 1
+    ) -> None:
         self.metrics = tuple(metrics)
         self._max_ranges = max_ranges
         self._range_names = [f"labkit {index}".encode() for index in range(max_ranges)]
@@ -171,24 +179,23 @@ class RangeProfiler:
         self._host = self._range = self._initialized = None
         self._cupti = cupti or Cupti()
         try:
-            self._context = context if context is not None else current_context()
-            self._open(device_index)
+            self._open(context or current_context())
         except BaseException:
             self.close()
             raise
 
-    def _open(self, device_index: int) -> None:
+    def _open(self, context: Context) -> None:
         call = self._cupti.call
         self._initialized = call(c.ProfilerInitialize())
-        support = call(c.DeviceSupported(cuDevice=device_index))
+        support = call(c.DeviceSupported(cuDevice=context.device_index))
         if support.isSupported != SUPPORTED:
             raise CountersUnavailable("this card or its set-up has no counters for programs", works=_support(support))
         # Chip name and availability image stay alive as long as the host object that was made from them.
-        self._chip = call(c.GetChipName(deviceIndex=device_index)).pChipName
-        size = call(c.GetCounterAvailability(ctx=self._context)).counterAvailabilityImageSize
+        self._chip = call(c.GetChipName(deviceIndex=context.device_index)).pChipName
+        size = call(c.GetCounterAvailability(ctx=context.handle)).counterAvailabilityImageSize
         self._available = ctypes.create_string_buffer(size)
         call(c.GetCounterAvailability(
-            ctx=self._context, counterAvailabilityImageSize=size,
+            ctx=context.handle, counterAvailabilityImageSize=size,
             pCounterAvailabilityImage=ctypes.addressof(self._available),
         ))  # fmt: skip
         self._host = call(c.HostInitialize(
@@ -201,7 +208,7 @@ class RangeProfiler:
         config = {"configImageSize": size, "pConfigImage": ctypes.addressof(self._config)}
         call(c.HostGetConfigImage(pHostObject=self._host, **config))
         self.num_passes = int(call(c.HostGetNumOfPasses(**config)).numOfPasses)
-        self._range = call(c.RangeEnable(ctx=self._context)).pRangeProfilerObject
+        self._range = call(c.RangeEnable(ctx=context.handle)).pRangeProfilerObject
         size = call(c.RangeGetCounterDataSize(
             pRangeProfilerObject=self._range, pMetricNames=self._names, numMetrics=len(self.metrics),
             maxNumOfRanges=self._max_ranges, maxNumRangeTreeNodes=self._max_ranges,

@@ -175,9 +175,8 @@ class CardCounter:
         call()
         torch.cuda.synchronize()
         scope = counters(
-            self._metrics, card=gpu.name, device_index=torch.cuda.current_device(),
-            simulated=lambda: simulate_attention(shape, gpu, variant).counters,
-        )  # fmt: skip
+            self._metrics, card=gpu.name, simulated=lambda: simulate_attention(shape, gpu, variant).counters
+        )
         result = scope.count(call, before=self._flush, repeats=self._repeats)
         if result.counters is None or not result.counters.method.startswith("measured"):
             return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -121,12 +122,13 @@ def find_ncu() -> str:
 
 def run_ncu(
     command: Sequence[str], metrics: Sequence[str], *, kernel: str | None = None, timeout_s: float = 120.0,
-    environment: Mapping[str, str] | None = None, ncu: str | None = None,
+    card_uuid: str | None = None, ncu: str | None = None,
 ) -> tuple[NcuKernel, ...]:  # fmt: skip
     """Run `command` under ncu and return its profiled launches.
 
     Args:
         kernel: name, or "regex:…", of the kernels to profile; None is all.
+        card_uuid: NVML's identity of the only card that the command sees; None leaves it those of this process.
 
     Raises:
         CountersUnavailable: no ncu, it may not count, or it took longer than `timeout_s`.
@@ -141,7 +143,7 @@ def run_ncu(
     try:
         done = subprocess.run(
             [*full, *command], capture_output=True, timeout=timeout_s, check=False,
-            env=None if environment is None else dict(environment),
+            env=None if card_uuid is None else {**os.environ, "CUDA_VISIBLE_DEVICES": card_uuid},
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise CountersUnavailable(f"ncu took longer than {timeout_s:g} s", works="a shorter command") from error

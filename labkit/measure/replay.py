@@ -15,9 +15,9 @@ KERNELS = "regex:_decode_kernel|_prefill_kernel"
 NUM_LAUNCHES = 6
 
 
-def replay_of(shape: AttentionShape, variant: str = "full") -> Replay:
-    """The command that launches `shape`, the first time to warm up."""
-    return Replay(replay_command([(shape, variant)]), KERNELS)
+def replay_of(shape: AttentionShape, variant: str = "full", card_uuid: str | None = None) -> Replay:
+    """The command that launches `shape` on the card `card_uuid`, the first time to warm up."""
+    return Replay(replay_command([(shape, variant)]), KERNELS, card_uuid=card_uuid)
 
 
 def replay_command(launches: Sequence[tuple[AttentionShape, str]]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from labkit.engine.engine import Engine
 from labkit.engine.sampling_params import EngineRequest, SamplingParams
 from labkit.errors import DoesNotFitError, LabkitError, UnsupportedError
 from labkit.measure.attention_shape import AttentionShape, BatchShape
+from labkit.measure.card_users import current_card_uuid
 from labkit.measure.counters import TIME, counters, to_counters
 from labkit.measure.l2_step import KV_KINDS, layer_shape
 from labkit.measure.replay import replay_of
@@ -95,9 +96,7 @@ def _count(engine: Engine, num_steps: int) -> CountedSteps:
     step_s = statistics.median(begin.elapsed_time(end) for begin, end in executor.times) / 1e3
     executor.times = None
     # A step cannot be repeated; the next one is as good as the same for another pass.
-    result = counters(card=engine.plan.gpu.name, device_index=torch.cuda.current_device()).count(
-        engine.step, repeats=num_steps
-    )
+    result = counters(card=engine.plan.gpu.name).count(engine.step, repeats=num_steps)
     scope = f"a decode step of {len(engine.scheduler.running)} requests, all kernels"
     step = None if result.counters is None else _timed(result.counters, step_s, scope)
     attention, more = _count_attention(engine)
@@ -106,11 +105,9 @@ def _count(engine: Engine, num_steps: int) -> CountedSteps:
 
 def _count_attention(engine: Engine) -> tuple[Counters | None, tuple[str, ...]]:
     """The attention of all layers over what the running sequences have in the cache."""
-    import torch
-
     from labkit.measure.kernel_launches import cold_l2, graph_time_s
 
-    running, flush = engine.scheduler.running, cold_l2()
+    running, flush, card_uuid = engine.scheduler.running, cold_l2(), current_card_uuid()
     reads = engine.executor.attention_reads(running)  # type: ignore[attr-defined]
     kinds: dict[AttentionShape, list[Callable[[], object]]] = {}
     batch, model, config = running_batch(engine), engine.plan.model, engine.plan.config
@@ -120,9 +117,7 @@ def _count_attention(engine: Engine) -> tuple[Counters | None, tuple[str, ...]]:
     parts, methods, time_s = [], set(), 0.0
     notes: list[str] = []
     for shape, calls in kinds.items():
-        scope = counters(
-            card=engine.plan.gpu.name, device_index=torch.cuda.current_device(), replay=replay_of(shape)
-        )  # fmt: skip
+        scope = counters(card=engine.plan.gpu.name, replay=replay_of(shape, card_uuid=card_uuid))
         call = _all(calls)
         result = scope.count(call, before=flush)
         notes += result.notes

@@ -213,18 +213,18 @@ def count_all(gpu: GpuSpec) -> tuple[list[tuple[Point, Counters]], list[dict[str
     return counted, refused, seconds
 
 
-def count_with_ncu(card: str, names: Sequence[str]) -> tuple[dict[str, Counters], str]:
-    """Counters of the points called `names` under ncu, all in one process, and why there are none."""
+def count_with_ncu(gpu: GpuSpec, names: Sequence[str]) -> tuple[dict[str, Counters], str]:
+    """Counters of the points called `names` on `gpu` under ncu, all in one process, and why there are none."""
     by_name = {point.name: point for point in points()}
     launches = [(by_name[name].shape, by_name[name].variant) for name in names]
     try:
-        kernels = run_ncu(replay_command(launches), CORE_METRICS, kernel=KERNELS)
+        kernels = run_ncu(replay_command(launches), CORE_METRICS, kernel=KERNELS, card_uuid=gpu.uuid)
         if len(kernels) != NUM_LAUNCHES * len(names):
             raise CountersUnavailable(f"ncu saw {len(kernels)} launches", works=f"{NUM_LAUNCHES} of each point")
         return {
             name: to_counters(
                 mean_metrics(kernels[index * NUM_LAUNCHES + 1 : (index + 1) * NUM_LAUNCHES]),
-                "measured (ncu on a replay)", card,
+                "measured (ncu on a replay)", gpu.name,
             )
             for index, name in enumerate(names)
         }, ""  # fmt: skip
@@ -242,7 +242,7 @@ def validate(out: str) -> int:
     compared = compare(gpu, counted, calibration, measure_ceilings())
     times = (simulation_time_s(gpu), statistics.median(seconds) if seconds else None)
     _write(out, gpu, compared, calibration, refused, times, {}, "not asked yet")
-    others, why_not = count_with_ncu(gpu.name, NCU_POINTS)
+    others, why_not = count_with_ncu(gpu, NCU_POINTS)
     bars = _write(out, gpu, compared, calibration, refused, times, others, why_not)
     for name, entry in bars.items():
         print(f"{name}: {entry['value']} {'met' if entry['ok'] else 'missed'}")

@@ -221,6 +221,17 @@ def test_the_memory_killer_takes_the_worker_first(worker):
     )
 
 
+@pytest.mark.parametrize(("chosen", "seen"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
+def test_cards_have_the_same_numbers_for_cuda_and_nvml(monkeypatch, chosen, seen):
+    """NVML goes by the bus (nvml.h, nvmlDeviceGetHandleByIndex); CUDA does so only when told."""
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    if chosen:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", chosen)
+    with contextlib.closing(Worker(FAKE)) as started:
+        started.call("load", {}, Events())
+        assert psutil.Process(started.pid).environ()["CUDA_DEVICE_ORDER"] == seen
+
+
 def test_what_the_worker_prints_is_limited_and_its_end_is_quoted(worker):
     prepare(worker, Events())
     os.write(worker._log.fileno(), b"x" * (5 * 2**20))

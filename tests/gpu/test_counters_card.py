@@ -91,7 +91,7 @@ def test_a_second_profiler_is_refused_in_one_line(gpu):
 def test_both_methods_agree(counter, gpu, name):
     point = next(each for each in validate_l2.points() if each.name == name)
     here = counter.count(point.shape, gpu, point.variant).counters
-    found, why_not = validate_l2.count_with_ncu(gpu.name, [name])
+    found, why_not = validate_l2.count_with_ncu(gpu, [name])
     if not found:
         pytest.skip(f"ncu does not count here: {why_not}")
     assert found[name].l2_hit_rate == pytest.approx(here.l2_hit_rate, abs=0.01)

@@ -8,7 +8,7 @@ class FakeCupti:
 
     def __init__(self, values=(), passes=1, fail=None, supported=3):
         self.values, self.passes, self.fail, self.supported = list(values), passes, fail or {}, supported
-        self.calls, self.submitted, self.pushed = [], 0, []
+        self.calls, self.submitted, self.pushed, self.devices = [], 0, [], set()
 
     def call(self, params):
         from labkit.measure.cupti import Cupti
@@ -37,9 +37,11 @@ class FakeCupti:
         return 0
 
     def _cuptiProfilerDeviceSupported(self, params):
+        self.devices.add(params.cuDevice)
         params.isSupported, params.vGpu = self.supported, 2 if self.supported != 3 else 3
 
     def _cuptiDeviceGetChipName(self, params):
+        self.devices.add(params.deviceIndex)
         params.pChipName = b"GH100"
 
     def _cuptiProfilerGetCounterAvailability(self, params):

@@ -10,7 +10,7 @@ from fake_cupti import FakeCupti
 
 from labkit.measure import counters as chain
 from labkit.measure.counters import CORE_METRICS, METRICS, Replay, counters, to_counters
-from labkit.measure.cupti import CountersUnavailable, RangeProfiler
+from labkit.measure.cupti import Context, CountersUnavailable, RangeProfiler
 from labkit.measure.ncu import NcuKernel
 from labkit.measure.run_record import Counters
 
@@ -24,7 +24,7 @@ def _allowed(monkeypatch):
 
 
 def opener(fake):
-    return lambda metrics, device, **more: RangeProfiler(metrics, device, context=5, cupti=fake, **more)
+    return lambda metrics, **more: RangeProfiler(metrics, Context(5, 0), fake, **more)
 
 
 def scope(fake, **rest):
@@ -74,11 +74,9 @@ def test_core_metrics_of_a_call_are_counted_by_themselves():
     """Reads and hits of one pass, whatever the others need."""
     asked = []
 
-    def open_profiler(metrics, device, max_ranges=1):
+    def open_profiler(metrics, max_ranges=1):
         asked.append(metrics)
-        return RangeProfiler(
-            metrics, device, context=5, cupti=FakeCupti(VALUES if metrics == CORE_METRICS else (1, 2, 3))
-        )
+        return RangeProfiler(metrics, Context(5, 0), FakeCupti(VALUES if metrics == CORE_METRICS else (1, 2, 3)))
 
     result = counters(synchronize=lambda: None, open_profiler=open_profiler).count(lambda: None)
     assert asked == [CORE_METRICS, tuple(name for name in METRICS if name not in CORE_METRICS)]
@@ -119,9 +117,9 @@ def test_counts_of_one_call_that_are_not_alike_are_refused():
 
 
 def replayed(values):
-    def run(command, metrics, kernel=None):
+    def run(command, metrics, kernel=None, card_uuid=None):
         assert command == ("python", "replay.py")
-        assert kernel == "k"
+        assert (kernel, card_uuid) == ("k", "GPU-second")
         twice = {name: 2 * value for name, value in values.items()}
         return (NcuKernel(0, "k", {}), NcuKernel(1, "k", dict.fromkeys(values, 0.0)), NcuKernel(2, "k", twice))
 
@@ -130,7 +128,7 @@ def replayed(values):
 
 def test_ncu_comes_second_and_the_model_third():
     denied = FakeCupti(fail={"cuptiRangeProfilerEnable": 35})
-    replay = Replay(("python", "replay.py"), "k")
+    replay = Replay(("python", "replay.py"), "k", card_uuid="GPU-second")
     values = dict(zip(CORE_METRICS, (10.0, 5.0, 100.0, 2.0), strict=True))
     with scope(denied, replay=replay, run_replay=replayed(values), simulated=lambda: SIMULATED) as counting:
         pass

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_cupti import FakeCupti
 
 from labkit.measure import cupti, cupti_structs
-from labkit.measure.cupti import CURES, CountersUnavailable, RangeProfiler
+from labkit.measure.cupti import CURES, Context, CountersUnavailable, RangeProfiler
 
 SIZES = json.loads((Path(__file__).parent / "data" / "cupti_sizes.json").read_text())
 
@@ -34,7 +34,7 @@ def test_enums_are_those_of_the_headers():
 
 
 def profiler(fake, metrics=("a.sum", "b.sum")):
-    return RangeProfiler(metrics, context=5, cupti=fake)
+    return RangeProfiler(metrics, context=Context(5, 1), cupti=fake)
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -52,7 +52,7 @@ def test_a_call_runs_once_for_each_pass(passes):
 
 def test_repeated_counts_are_ranges_of_the_same_passes():
     fake, log = FakeCupti((7.0, 8.5), 2), []
-    with RangeProfiler(("a.sum", "b.sum"), context=5, cupti=fake, max_ranges=3) as open_profiler:
+    with RangeProfiler(("a.sum", "b.sum"), context=Context(5, 1), cupti=fake, max_ranges=3) as open_profiler:
         values = open_profiler.run(lambda: log.append("call"), lambda: None, lambda: log.append("before"))
     assert values == ({"a.sum": 7.0, "b.sum": 8.5},) * 3
     assert log == ["before", "call"] * 6
@@ -64,7 +64,7 @@ def test_fewer_ranges_than_were_pushed_are_refused():
         def _cuptiRangeProfilerGetCounterDataInfo(self, params):
             params.numTotalRanges = 1
 
-    open_profiler = RangeProfiler(("a.sum",), context=5, cupti=Merges((7.0,)), max_ranges=2)
+    open_profiler = RangeProfiler(("a.sum",), context=Context(5, 1), cupti=Merges((7.0,)), max_ranges=2)
     with open_profiler, pytest.raises(CountersUnavailable, match="1 of 2 ranges"):
         open_profiler.run(lambda: None, lambda: None)
 
@@ -140,6 +140,36 @@ def test_capabilities(tmp_path, mask, answer):
     status = tmp_path / "status"
     status.write_text(f"Name:\tpython\nCapEff:\t{mask}\n")
     assert cupti._has_sys_admin(str(status)) is answer
+
+
+class Driver:
+    """libcuda whose current context is one of the card `device`; 0 is no context."""
+
+    def __init__(self, handle, device, code=0):
+        self.handle, self.device, self.code = handle, device, code
+
+    def cuCtxGetCurrent(self, reference):
+        reference._obj.value = self.handle
+        return self.code
+
+    def cuCtxGetDevice(self, reference):
+        reference._obj.value = self.device
+        return 0 if self.handle else 201
+
+
+def test_the_card_that_counts_is_that_of_the_context(monkeypatch):
+    """A process that sees two cards and works on the second, or on any with CUDA_VISIBLE_DEVICES."""
+    assert cupti.current_context(Driver(7, 1)) == Context(7, 1)
+    monkeypatch.setattr(cupti, "current_context", lambda: Context(5, 1))
+    fake = FakeCupti()
+    RangeProfiler(("a.sum",), cupti=fake).close()
+    assert fake.devices == {1}
+
+
+@pytest.mark.parametrize("driver", [Driver(0, 0), Driver(7, 0, code=100)])
+def test_a_thread_without_a_context_has_nothing_to_count(driver):
+    with pytest.raises(CountersUnavailable, match="no CUDA context"):
+        cupti.current_context(driver)
 
 
 def test_without_a_driver_it_is_one_line():

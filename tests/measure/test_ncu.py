@@ -108,6 +108,17 @@ def test_the_command_is_run_under_ncu(tmp_path):
     assert arguments[-4:] == ["-k", "_decode_kernel", "python", "x.py"]
 
 
+@pytest.mark.parametrize(("card_uuid", "seen"), [(None, "1"), ("GPU-second", "GPU-second")])
+def test_the_command_sees_the_card_that_is_meant(tmp_path, monkeypatch, card_uuid, seen):
+    """Whatever number CUDA_VISIBLE_DEVICES gives it here."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    table = tmp_path / "table.csv"
+    table.write_text(RECORDED)
+    ncu = fake_ncu(tmp_path, f'echo "$CUDA_VISIBLE_DEVICES" > {tmp_path}/seen; cat {table}')
+    run_ncu(["python"], ["a.sum"], ncu=ncu, card_uuid=card_uuid)
+    assert (tmp_path / "seen").read_text().strip() == seen
+
+
 def test_refusal_on_stderr_too_slow_and_missing(tmp_path):
     refusing = fake_ncu(tmp_path, 'echo "==ERROR== ERR_NVGPUCTRPERM" >&2; exit 1')
     with pytest.raises(LabkitError, match="root"):

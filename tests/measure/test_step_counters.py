@@ -42,7 +42,7 @@ class PlayedCounters:
     def __init__(self, method="measured (CUPTI range profiler)", notes=()):
         self.method, self.notes, self.blocks, self.replays = method, notes, 0, []
 
-    def __call__(self, card="", device_index=0, replay=None):
+    def __call__(self, card="", replay=None):
         self.replays.append(replay)
         return self
 
@@ -64,7 +64,9 @@ def played(monkeypatch):
     played = PlayedCounters()
     monkeypatch.setattr(step_counters, "counters", played)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    uuids = {1: SimpleNamespace(uuid="second")}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", uuids.__getitem__)
     monkeypatch.setattr(kernel_launches, "cold_l2", lambda: lambda: None)
     monkeypatch.setattr(kernel_launches, "graph_time_s", lambda call, flush: 0.5e-3)
     return played
@@ -111,8 +113,9 @@ def test_ncu_counts_one_layer_of_each_kind(played):
     engine, _ = make_engine()
     found = count_decode_steps(engine, prompts(100), 1)
     assert found.attention.dram_bytes == 8000 * 2 + 8000
-    windows = [replay.command[-1].count('"window": 32') for replay in played.replays if replay]
-    assert windows == [0, 1]
+    replays = [replay for replay in played.replays if replay]
+    assert [replay.command[-1].count('"window": 32') for replay in replays] == [0, 1]
+    assert {replay.card_uuid for replay in replays} == {"GPU-second"}
 
 
 def test_nothing_counted_is_said_once_with_the_cure(played):

@@ -86,7 +86,7 @@ def test_the_table_is_written_and_misses_are_kept(monkeypatch, tmp_path, sensiti
     monkeypatch.setattr(validate_l2, "CAPACITY_SHARES", (0.5,))
     counted = made(sensitive, H200, L2Calibration(0.5, 16))
     monkeypatch.setattr(validate_l2, "count_all", lambda gpu: (counted, [{"name": "x", "error": "y"}], [0.3]))
-    monkeypatch.setattr(validate_l2, "count_with_ncu", lambda card, names: ({}, "no ncu"))
+    monkeypatch.setattr(validate_l2, "count_with_ncu", lambda gpu, names: ({}, "no ncu"))
     out = tmp_path / "counters.json"
     assert validate_l2.main([str(out)]) == 1
     content = json.loads(out.read_text())
@@ -116,9 +116,10 @@ def test_both_methods_are_compared(monkeypatch, tmp_path, sensitive):
 
 
 def test_ncu_counts_all_its_points_in_one_process(monkeypatch):
-    names = validate_l2.NCU_POINTS[:2]
+    names, card = validate_l2.NCU_POINTS[:2], dataclasses.replace(H200, uuid="GPU-second")
 
-    def run(command, metrics, kernel):
+    def run(command, metrics, kernel, card_uuid):
+        assert card_uuid == "GPU-second"
         assert [json.loads(job)["variant"] for job in command[3:]] == ["full", validate_l2.UNPACKED]
         values = [1e9 if launch % 6 == 0 else 100.0 * (1 + launch // 6) for launch in range(12)]
         return tuple(
@@ -127,11 +128,11 @@ def test_ncu_counts_all_its_points_in_one_process(monkeypatch):
         )
 
     monkeypatch.setattr(validate_l2, "run_ncu", run)
-    found, why_not = validate_l2.count_with_ncu("H200", names)
+    found, why_not = validate_l2.count_with_ncu(card, names)
     assert why_not == ""
     assert [found[name].dram_bytes for name in names] == [100.0, 200.0]
     monkeypatch.setattr(validate_l2, "run_ncu", lambda *_, **__: ())
-    assert validate_l2.count_with_ncu("H200", names) == ({}, "ncu saw 0 launches (would work: 6 of each point)")
+    assert validate_l2.count_with_ncu(card, names) == ({}, "ncu saw 0 launches (would work: 6 of each point)")
 
 
 def test_what_was_counted_on_an_h200_is_still_what_is_simulated():
