@@ -6,6 +6,7 @@ from 100 to 1024 tokens, temperature 0.6, no end token. Only tokens that were as
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -47,9 +48,18 @@ def nano_jobs(seed: int = 0) -> list[Job]:
 
 
 class Bench:
-    """One model on the card and what is measured with it; `quantization` as in `EngineConfig`."""
+    """One model with random weights and what is measured with it.
 
-    def __init__(self, model: str, on_progress: Callable[[str], None], quantization: str | None = None) -> None:
+    Args:
+        model: a name, or a spec.
+        on_progress: gets a line after each measurement.
+        quantization: as in `EngineConfig`.
+        load: gives the decoder of a spec, the arguments as of `load_model_weights`, which it is by default on a card.
+    """
+
+    def __init__(
+        self, model: Any, on_progress: Callable[[str], None], quantization: str | None = None, *, load: Any = None
+    ) -> None:
         import torch
 
         from labkit.models import load_model_weights
@@ -57,10 +67,10 @@ class Bench:
 
         self.torch, self.say = torch, on_progress
         self.steps: dict[str, StepRows] = {}
-        self.spec, self.gpu, self.quantization = load_model(model), load_gpu("H200"), quantization
-        self.decoder = load_model_weights(
-            self.spec, dtype="bfloat16", load_format="dummy", device="cuda", quantization=quantization
-        )
+        self.spec = load_model(model) if isinstance(model, str) else model
+        self.gpu, self.quantization = load_gpu("H200"), quantization
+        load = load or functools.partial(load_model_weights, device="cuda")
+        self.decoder = load(self.spec, dtype="bfloat16", load_format="dummy", quantization=quantization)
         gc.freeze()
 
     def plan(self, **knobs: Any) -> Any:

@@ -26,6 +26,8 @@ POLL_S = 0.05
 GRACE_S = 5.0
 # In which a lost rank is noticed after its connections to the others broke.
 NOTICE_S = 2.0
+# For which closing waits until the cards are free of the ranks' kernels.
+FREED_S = 5.0
 # Longest step, beyond which the ranks wait for each other in vain.
 CARD_STEP_S, CPU_STEP_S = 90.0, 3600.0
 
@@ -173,8 +175,7 @@ class RankGroup:
         self._decoder = None
         for other in self._others:
             other.close()
-        if self._ranks is not None:
-            self._ranks.abort()
+        self._give_up_ranks().join(FREED_S)
         self._folder.cleanup()
 
     def __del__(self) -> None:
@@ -266,10 +267,17 @@ class RankGroup:
             if self._failure is not None or error is None:
                 return
             self._failure = error if isinstance(error, RankError) else self._of_rank(rank, error)
-            for other in self._others:
-                other.worker.kill()
-            if self._ranks is not None:
-                self._ranks.abort()
+        self._give_up_ranks()
+        for other in self._others:
+            other.worker.kill()
+
+    def _give_up_ranks(self) -> threading.Thread:
+        """On cards the kernels that wait for another rank end at once, but NCCL comes back from its abort only when no
+        captured graph holds its calls. The engine gives the graphs up as it is closed, for which nobody may wait here.
+        """
+        thread = threading.Thread(target=self._ranks.abort if self._ranks is not None else None, daemon=True)
+        thread.start()
+        return thread
 
 
 def _watch(reference: weakref.ref[RankGroup], closed: threading.Event) -> None:

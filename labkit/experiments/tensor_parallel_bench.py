@@ -12,8 +12,9 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from labkit.engine.bench_gpu import LARGE_MODEL, NANO_MODEL, Bench, Job
@@ -23,10 +24,10 @@ from labkit.format import memory
 from labkit.results import at_least, at_most, write_results
 
 SIZE = 2
-MANY: list[Job] = [(128, 128)] * 256
-ALONE: list[Job] = [(128, 128)]
+LOADS: Mapping[str, list[Job]] = MappingProxyType({"many": [(128, 128)] * 256, "alone": [(128, 128)]})
 # Both engines lie on the first card at once.
-KNOBS: dict[str, Any] = {"gpu_memory_utilization": 0.4}
+KNOBS = MappingProxyType({"gpu_memory_utilization": 0.4})
+MODELS = MappingProxyType({"small": NANO_MODEL, "large": LARGE_MODEL})
 # Largest gap in bfloat16 between the best logit and that of a token that was taken.
 NEAR_TIE = 0.25
 
@@ -34,15 +35,9 @@ NEAR_TIE = 0.25
 class RankedBench(Bench):
     """`Bench` over the ranks of a group."""
 
-    def __init__(self, model: str, on_progress: Callable[[str], None], group: RankGroup) -> None:
-        import torch
-
-        from labkit.specs import load_gpu, load_model
-
-        self.torch, self.say, self.group = torch, on_progress, group
-        self.steps = {}
-        self.spec, self.gpu = load_model(model), load_gpu("H200")
-        self.decoder = group.load(self.spec, None, "bfloat16", "dummy")
+    def __init__(self, model: Any, on_progress: Callable[[str], None], group: RankGroup) -> None:
+        super().__init__(model, on_progress, load=group.load)
+        self.group = group
 
     def engine(self, *, overlap: bool = True, **knobs: Any) -> Any:
         """A new engine over all ranks."""
@@ -118,8 +113,25 @@ def killed_rank(shared: RankedBench, engine: Any) -> dict[str, Any]:
     return {"name": "a rank is killed", "seconds": seconds, "message": text}
 
 
-def run_bench(say: Callable[[str], None], on_rows: Callable[[dict[str, dict]], None]) -> None:
-    """Measure; rows are given out as they come."""
+def run_bench(
+    say: Callable[[str], None],
+    on_rows: Callable[[dict[str, dict]], None],
+    *,
+    models: Mapping[str, Any] = MODELS,
+    device: str = "cuda",
+    knobs: Mapping[str, Any] = KNOBS,
+    loads: Mapping[str, list[Job]] = LOADS,
+) -> None:
+    """Measure; rows are given out as they come.
+
+    Args:
+        models: by the first word of their rows' keys; a rank of the last one is killed.
+        device: "cuda", or "cpu" for a trial.
+        knobs: of both engines.
+        loads: requests at once, by the last word of their rows' keys.
+    """
+    from labkit.models import load_model_weights
+
     rows: dict[str, dict] = {}
 
     def measure(key: str, call: Callable[[], dict]) -> None:
@@ -127,26 +139,28 @@ def run_bench(say: Callable[[str], None], on_rows: Callable[[dict[str, dict]], N
         say(f"{key}: {rows[key]}")
         on_rows(rows)
 
-    def compare(key: str, model: str) -> None:
+    def compare(key: str, model: Any) -> None:
         start = time.perf_counter()
-        shared, alone = RankedBench(model, say, group), Bench(model, say)
+        shared = RankedBench(model, say, group)
+        alone = Bench(model, say, load=functools.partial(load_model_weights, device=device))
         benches: dict[int, Bench] = {SIZE: shared, 1: alone}
-        engines = {cards: bench.engine(**KNOBS) for cards, bench in benches.items()}
-        say(f"{model}: both engines after {time.perf_counter() - start:.1f} s")
+        engines = {cards: bench.engine(**knobs) for cards, bench in benches.items()}
+        name = shared.spec.name
+        say(f"{name}: both engines after {time.perf_counter() - start:.1f} s")
         measure(f"{key}_tokens", lambda: greedy_gaps(alone, engines))
-        for load, jobs in (("many", MANY), ("alone", ALONE)):
+        for load, jobs in loads.items():
             for cards, bench in benches.items():
-                name = f"{model} on {cards}, {len(jobs)} requests"
-                measure(f"{key}_{cards}_{load}", functools.partial(speed, bench, engines[cards], name, jobs))
-        if key == "large":
+                title = f"{name} on {cards}, {len(jobs)} requests"
+                measure(f"{key}_{cards}_{load}", functools.partial(speed, bench, engines[cards], title, jobs))
+        if key == list(models)[-1]:
             measure("killed", lambda: killed_rank(shared, engines[SIZE]))
         for engine in engines.values():
             engine.close()
 
-    group = RankGroup(SIZE, "cuda")
+    group = RankGroup(SIZE, device)
     try:
-        compare("small", NANO_MODEL)
-        compare("large", LARGE_MODEL)
+        for key, model in models.items():
+            compare(key, model)
     finally:
         group.close()
 

@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,7 @@ from labkit.engine.tensor_parallel import RankedExecutor, StepReader, StepWriter
 from labkit.errors import DoesNotFitError, LabkitError, OutOfRangeError, RankError, UnsupportedError
 from labkit.experiments import card
 from labkit.experiments.rank_group import RankGroup
+from labkit.experiments.tensor_parallel_bench import run_bench, summarize
 from labkit.memory.labkit_rules import check_shares
 from labkit.memory.planner import plan as make_memory_plan
 from labkit.memory.tensors import vocabulary_rows
@@ -418,6 +420,36 @@ def test_a_rank_that_fails_alone_says_by_what(shared_by):
     engine, ranks = begun(shared_by(3))
     ranks._others[1].send({"type": "step", "slots": [0]})
     steps_until_lost(engine, ranks, "rank 2 of 3: the worker failed during the run: KeyError: 'tables'")
+
+
+def test_a_killed_rank_is_named_though_giving_up_waits_for_the_engine(shared_by, monkeypatch):
+    """NCCL's abort ends the kernels, and then waits for the captured graphs, which the engine holds until it is closed.
+
+    (`commDestroySync` in NCCL's init.cc polls until no graph names the communicator.)
+    """
+    engine, ranks = begun(shared_by(2))
+    graphs_are_gone, close, waited = threading.Event(), engine.executor.close, []
+    monkeypatch.setattr(ranks._ranks, "abort", lambda: waited.append(graphs_are_gone.wait(20)))
+    monkeypatch.setattr(engine.executor, "close", lambda: (graphs_are_gone.set(), close()))
+    os.kill(ranks.pids[0], signal.SIGKILL)
+    steps_until_lost(engine, ranks, r"rank 1 of 2: the worker died during the run: signal 9")
+    assert waited
+    assert all(waited)
+
+
+def test_the_bench_of_two_cards_runs_through_on_a_cpu(one_thread, tiny_spec):
+    """Every row of it, with a small model and gloo: what is measured on cards only must not be tried there first."""
+    knobs = {
+        "num_gpu_blocks_override": 300, "max_model_len": 4096, "max_num_batched_tokens": 512, "max_num_seqs": 12,
+    }  # fmt: skip
+    loads = {"many": [(20, 4)] * 3, "alone": [(20, 4)]}
+    seen, spec = {}, tiny_spec(max_position_embeddings=4096)
+    run_bench(print, seen.update, models={"large": spec}, device="cpu", knobs=knobs, loads=loads)
+    assert list(seen) == ["large_tokens", "large_2_many", "large_1_many", "large_2_alone", "large_1_alone", "killed"]
+    assert "rank 1 of 2" in seen["killed"]["message"]
+    promised = summarize(seen)
+    assert promised["largest_gap_of_a_greedy_token"]["ok"]
+    assert all(entry["value"] is not None for entry in promised.values())
 
 
 def test_ranks_that_stop_are_ended(shared_by):

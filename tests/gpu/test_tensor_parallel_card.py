@@ -7,10 +7,12 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 
 from labkit.engine import Engine, EngineRequest, SamplingParams
 from labkit.errors import RankError
+from labkit.experiments import LabSession
 from labkit.experiments.rank_group import RankGroup
 from labkit.memory import plan as make_memory_plan
 from labkit.models import load_model_weights
@@ -18,15 +20,20 @@ from labkit.models.ranks import ONE_RANK
 from labkit.specs import load_gpu
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.model_spec import LayerSpec
+from labkit.specs.workload import RequestSpec, Workload
 from tests.gpu.test_engine_cuda import KNOBS, NEAR_TIE, drain, gaps, make_spec, requests
 
 
 @pytest.fixture(scope="module")
-def group():
+def two_cards():
     import torch
 
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two NVIDIA cards, there are {torch.cuda.device_count()}")
+
+
+@pytest.fixture(scope="module")
+def group(two_cards):
     group = RankGroup(2, "cuda")
     yield group
     group.close()
@@ -146,6 +153,27 @@ def test_a_killed_rank_is_named_and_new_ranks_serve(group):
         engine.close()
     finally:
         again.close()
+
+
+def test_a_session_outlives_a_killed_rank_and_keeps_what_was_finished(two_cards, tmp_path):
+    """The worker ends with its ranks, whatever their kernels wait for, and is started anew."""
+    config = EngineConfig(
+        num_gpu_blocks_override=400, max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=256,
+        gpu_memory_utilization=0.1, load_format="dummy", tensor_parallel_size=2,
+    )  # fmt: skip
+    lengths = (2, 3, 900, 900)
+    workload = Workload("mixed", tuple(RequestSpec(0.0, 5 + index, length) for index, length in enumerate(lengths)))
+    with LabSession(spec_of(4), load_gpu("auto"), workload, config=config, store=tmp_path / "runs") as session:
+
+        def kill_rank(event: dict) -> None:
+            if event["type"] == "step" and event["num_output_tokens"] > 40:
+                for rank in psutil.Process(session.worker_pid).children():
+                    rank.kill()
+
+        with pytest.raises(RankError, match=r"rank 1 of 2: the worker died during the run: signal 9"):
+            session.run(on_event=kill_rank)
+        assert [row.output_tokens for row in session.records()[-1].requests if row.finish_reason == "length"] == [2, 3]
+        assert [row.output_tokens for row in session.run().requests] == list(lengths)
 
 
 def run_to_the_end(engine: Engine) -> None:
