@@ -1,4 +1,5 @@
-"""Writes docs/l2-table.md from results/counters.json; with --check it only says whether the page is up to date."""
+"""Writes docs/l2-table.md from results/counters.json and results/counters-held-out.json; --check only says whether the
+page is up to date."""
 
 from __future__ import annotations
 
@@ -19,9 +20,13 @@ NAMES = {
     "simulated_decode_64x4096_cpu_s": ("simulation of a decode step of 64 × 4096 (s of one core)", "{:.3f}"),
     "counted_launch_median_s": ("counting a launch, median (s)", "{:.2f}"),
 }
+HELD_OUT_NAMES = {
+    key: (f"{NAMES[key][0].replace(', ', ' of series that the fit has not seen, ')}", NAMES[key][1])
+    for key in ("hit_rate_mean_error_points", "hit_rate_worst_error_points", "dram_bytes_mean_error_percent")
+}
 
 
-def page(results: dict[str, Any]) -> str:
+def page(results: dict[str, Any], held_out: dict[str, Any]) -> str:
     """The page as Markdown."""
     fit = results["calibration"]
     ways = "one set" if fit["ways"] is None else f"sets of {fit['ways']} lines"
@@ -38,11 +43,9 @@ def page(results: dict[str, Any]) -> str:
         "| | value | bar | |",
         "|---|---|---|---|",
     ]
-    for key, (name, form) in NAMES.items():
-        entry = results["summary"][key]
-        bar = f"at least {entry['at_least']:g}" if "at_least" in entry else f"at most {entry['at_most']:g}"
-        value = "not measured" if entry["value"] is None else form.format(entry["value"])
-        lines.append(f"| {name} | {value} | {bar} | {'met' if entry['ok'] else 'missed'} |")
+    lines += [_bar(results["summary"][key], name, form) for key, (name, form) in NAMES.items()]
+    lines += [_bar(entry, *HELD_OUT_NAMES[key]) for key, entry in held_out["summary"].items()]
+    lines += ["", *_held_out(held_out)]
     lines += ["", "| both methods | CUPTI hits | ncu hits | CUPTI DRAM | ncu DRAM |", "|---|---|---|---|---|"]
     lines += [_both(row) for row in results["both_methods"] if row["cupti"]]
     lines += [
@@ -56,6 +59,29 @@ def page(results: dict[str, Any]) -> str:
     lines += [_row(row) for row in results["rows"]]
     lines += [f"| {row['name']} | not counted: {row['error'][:120]} | | | | | | | |" for row in results["refused"]]
     return "\n".join(lines) + "\n"
+
+
+def _bar(entry: dict[str, Any], name: str, form: str) -> str:
+    bar = f"at least {entry['at_least']:g}" if "at_least" in entry else f"at most {entry['at_most']:g}"
+    value = "not measured" if entry["value"] is None else form.format(entry["value"])
+    return f"| {name} | {value} | {bar} | {'met' if entry['ok'] else 'missed'} |"
+
+
+def _held_out(results: dict[str, Any]) -> list[str]:
+    """What the fit is worth beyond its own launches."""
+    lines = [
+        f"The fit has seen the launches that it is held against. Each series by the fit to all others (`"
+        f"{results['command']}`):",
+        "",
+        "| left out | launches | hit rate, mean error (points) | worst | DRAM bytes, mean error (%) |",
+        "|---|---|---|---|---|",
+    ]
+    return lines + [
+        f"| {row['left_out']} | {row['launches']} | "
+        + " | ".join(form.format(row[key]) for key, (_, form) in HELD_OUT_NAMES.items())
+        + " |"
+        for row in results["rows"]
+    ]
 
 
 def _row(row: dict[str, Any]) -> str:
@@ -76,7 +102,11 @@ def _both(row: dict[str, Any]) -> str:
 
 def main() -> int:
     """Write the page, or check it; 1 where it is out of date."""
-    text = page(json.loads((ROOT / "results" / "counters.json").read_text(encoding="utf-8")))
+    counters, held_out = (
+        json.loads((ROOT / "results" / name).read_text(encoding="utf-8"))
+        for name in ("counters.json", "counters-held-out.json")
+    )
+    text = page(counters, held_out)
     if "--check" in sys.argv[1:]:
         return 0 if PAGE.read_text(encoding="utf-8") == text else 1
     PAGE.write_text(text, encoding="utf-8")

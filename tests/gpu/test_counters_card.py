@@ -16,6 +16,7 @@ from labkit.measure.attention_shape import AttentionShape, BatchShape
 from labkit.measure.card_ceilings import measure_ceilings
 from labkit.measure.counters import CORE_METRICS, METRICS, OCCUPANCY, counters
 from labkit.measure.kernel_launches import CardCounter
+from labkit.measure.l2_points import NCU_POINTS, points
 from labkit.measure.nvml_sampler import NvmlSampler
 from labkit.measure.roofline import card_ceilings
 from labkit.specs import load_model, synthetic_workload
@@ -87,9 +88,9 @@ def test_a_second_profiler_is_refused_in_one_line(gpu):
     assert all("\n" not in note for note in counting.result.notes)
 
 
-@pytest.mark.parametrize("name", validate_l2.NCU_POINTS[1:2])
+@pytest.mark.parametrize("name", NCU_POINTS[1:2])
 def test_both_methods_agree(counter, gpu, name):
-    point = next(each for each in validate_l2.points() if each.name == name)
+    point = next(each for each in points() if each.name == name)
     here = counter.count(point.shape, gpu, point.variant).counters
     found, why_not = validate_l2.count_with_ncu(gpu, [name])
     if not found:

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit.errors import FileFormatError, OutOfRangeError, UnknownNameError, UnsupportedError
-from labkit.measure import validate_l2
 from labkit.measure.attention_launch import build_launches
 from labkit.measure.attention_shape import VARIANTS, AttentionShape, BatchShape
 from labkit.measure.l2_calibration import L2Calibration, load_l2_calibration
+from labkit.measure.l2_points import points
 from labkit.measure.l2_simulator import access_trace, simulate_attention, start_steps
 from labkit.measure.roofline import Ceilings, card_ceilings, roofline
 from labkit.specs.gpu_catalogue import catalogue_gpu, cpu_gpu
@@ -263,7 +263,7 @@ def test_reads_that_arrive_as_counted_on_an_h200(name):
     """64 × 4096; fewer than the programs ask for where several ask for the same."""
     rows = json.loads((ROOT / "results" / "counters.json").read_text())["rows"]
     counted = next(row["counted"] for row in rows if row["name"] == f"decode 64 × 4096 {name}")
-    point = next(point for point in validate_l2.points() if point.name == f"decode 64 × 4096 {name}")
+    point = next(point for point in points() if point.name == f"decode 64 × 4096 {name}")
     found = simulate_attention(point.shape, H200, point.variant)
     assert found.l2_read_bytes == pytest.approx(counted["l2_read_bytes"], rel=0.06)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from labkit.measure import validate_l2
+from labkit.measure import l2_fit, validate_l2
 from labkit.measure.l2_calibration import L2Calibration, load_l2_calibration
+from labkit.measure.l2_points import NCU_POINTS, UNPACKED, points
 from labkit.measure.l2_simulator import simulate_attention
 from labkit.measure.ncu import NcuKernel
 from labkit.measure.roofline import Ceilings
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_grid_covers_what_was_promised():
-    grid = validate_l2.points()
+    grid = points()
     shapes = [point.shape for point in grid]
     assert len(grid) >= 60
     assert len({point.name for point in grid}) == len(grid)
@@ -31,8 +32,8 @@ def test_the_grid_covers_what_was_promised():
     assert {shape.kv_cache_dtype for shape in shapes} == {"bfloat16", "fp8"}
     shares = {shape.batch.shared_prefix_tokens / shape.batch.context_lens[0] for shape in shapes}
     assert {0, 0.25, 0.5, 0.75, 1} <= shares
-    assert {point.variant for point in grid} >= {"full", "prefill", "shared prefix", validate_l2.UNPACKED}
-    assert set(validate_l2.NCU_POINTS) <= {point.name for point in grid}
+    assert {point.variant for point in grid} >= {"full", "prefill", "shared prefix", UNPACKED}
+    assert set(NCU_POINTS) <= {point.name for point in grid}
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +41,7 @@ def sensitive():
     """Points whose hits depend on how much of the L2 counts."""
     names = ("shared 100 % of 32 × 4096", "prefill 4 × 512 over 8192", "prefill 1 × 2048 over 14336 group 1",
              "shared 75 % of 32 × 4096", "decode 1 × 32768 bfloat16")  # fmt: skip
-    return [point for point in validate_l2.points() if point.name in names]
-
-
-@pytest.fixture(scope="module")
-def small_card():
-    """An L2 small enough that these points do not fit."""
-    return dataclasses.replace(H200, l2_bytes=6 * 2**20, sm_count=20)
+    return [point for point in points() if point.name in names]
 
 
 def made(points, gpu, calibration):
@@ -54,21 +49,11 @@ def made(points, gpu, calibration):
             for point in points]  # fmt: skip
 
 
-@pytest.mark.parametrize("share", [0.4, 0.9])
-def test_the_fit_finds_the_settings_that_made_the_counts(monkeypatch, sensitive, small_card, share):
-    monkeypatch.setattr(validate_l2, "CAPACITY_SHARES", (0.4, 0.65, 0.9))
-    truth = L2Calibration(share, 16, partitions=2, coalesced_near=0.2, coalesced_far=0.3)
-    counted = made(sensitive, small_card, truth)
-    found = validate_l2.fit(small_card, counted)
-    assert (found.capacity_share, found.ways, found.calibrated) == (share, 16, True)
-    assert max(abs(each.hit_error) for each in validate_l2.compare(small_card, counted, found)) == 0
-
-
 def test_bars():
-    point = validate_l2.points()[0]
+    point = points()[0]
     simulated = Counters("simulated", "H200", 0.50, 104.0, 1.0, 1.0)
     counted = Counters("measured", "H200", 0.46, 100.0, 1.0, 1.0)
-    compared = [validate_l2.Compared(point, counted, simulated, None)] * 60
+    compared = [l2_fit.Compared(point, counted, simulated, None)] * 60
     bars = validate_l2.summary(compared, [(0.5, -1.0)], 0.1, 0.3)
     values = {name: entry["value"] for name, entry in bars.items()}
     assert values == {
@@ -83,7 +68,7 @@ def test_bars():
 def test_the_table_is_written_and_misses_are_kept(monkeypatch, tmp_path, sensitive):
     monkeypatch.setattr("labkit.specs.gpu_loading.load_gpu", lambda name: H200)
     monkeypatch.setattr(validate_l2, "measure_ceilings", lambda: Ceilings(4.5e12, 9e14, "measured (test)"))
-    monkeypatch.setattr(validate_l2, "CAPACITY_SHARES", (0.5,))
+    monkeypatch.setattr(l2_fit, "CAPACITY_SHARES", (0.5,))
     counted = made(sensitive, H200, L2Calibration(0.5, 16))
     monkeypatch.setattr(validate_l2, "count_all", lambda gpu: (counted, [{"name": "x", "error": "y"}], [0.3]))
     monkeypatch.setattr(validate_l2, "count_with_ncu", lambda gpu, names: ({}, "no ncu"))
@@ -104,7 +89,7 @@ def test_both_methods_are_compared(monkeypatch, tmp_path, sensitive):
     counted = made(sensitive, H200, L2Calibration(0.5, 16))
     point, here = counted[0]
     other = dataclasses.replace(here, l2_hit_rate=here.l2_hit_rate - 0.004, dram_bytes=1.01 * here.dram_bytes)
-    compared = validate_l2.compare(H200, counted, L2Calibration(0.5, 16))
+    compared = l2_fit.compare(H200, counted, L2Calibration(0.5, 16))
     out = tmp_path / "counters.json"
     bars = validate_l2._write(
         str(out), H200, compared, L2Calibration(), [], (0.1, 0.3), {point.name: other, "gone": other}, ""
@@ -116,11 +101,11 @@ def test_both_methods_are_compared(monkeypatch, tmp_path, sensitive):
 
 
 def test_ncu_counts_all_its_points_in_one_process(monkeypatch):
-    names, card = validate_l2.NCU_POINTS[:2], dataclasses.replace(H200, uuid="GPU-second")
+    names, card = NCU_POINTS[:2], dataclasses.replace(H200, uuid="GPU-second")
 
     def run(command, metrics, kernel, card_uuid):
         assert card_uuid == "GPU-second"
-        assert [json.loads(job)["variant"] for job in command[3:]] == ["full", validate_l2.UNPACKED]
+        assert [json.loads(job)["variant"] for job in command[3:]] == ["full", UNPACKED]
         values = [1e9 if launch % 6 == 0 else 100.0 * (1 + launch // 6) for launch in range(12)]
         return tuple(
             NcuKernel(index, "k", dict(zip(metrics, (value, value / 2, value, 1.0), strict=True)))
@@ -137,14 +122,9 @@ def test_ncu_counts_all_its_points_in_one_process(monkeypatch):
 
 def test_what_was_counted_on_an_h200_is_still_what_is_simulated():
     """The shipped calibration and today's launches against the recorded counters, within the promised bars."""
-    rows = {row["name"]: row for row in json.loads((ROOT / "results" / "counters.json").read_text())["rows"]}
-    known = {field.name for field in dataclasses.fields(Counters)}
-    counted = [
-        (point, Counters(**{name: value for name, value in rows[point.name]["counted"].items() if name in known}))
-        for point in validate_l2.points()
-        if point.name in rows
-    ]
-    compared = validate_l2.compare(H200, counted, load_l2_calibration(H200))
+    card, counted = l2_fit.read_counted(ROOT / "results" / "counters.json")
+    assert card == H200.name
+    compared = l2_fit.compare(H200, counted, load_l2_calibration(H200))
     bars = validate_l2.summary(compared, [])
     for name in (
         "points",
