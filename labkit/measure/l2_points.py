@@ -74,7 +74,8 @@ def points() -> tuple[Point, ...]:
 
 def unseen_points(count: int = 24, seed: int = 0) -> tuple[Point, ...]:
     """Launches that no fit has seen: drawn at random, of uneven lengths, with head counts and sizes of other models."""
-    draw, found = random.Random(seed), []
+    draw = random.Random(seed)
+    found: list[Point] = []
     while len(found) < count:
         variant = UNSEEN_VARIANTS[len(found) % len(UNSEEN_VARIANTS)]
         batch, kv_heads = draw.choice((1, 2, 3, 6, 12, 24, 48, 96, 160)), draw.choice((2, 4, 8))
