@@ -13,15 +13,12 @@ import triton
 import triton.language as tl
 
 from labkit_kernels.checks import KernelValueError, check_heads
+from labkit_kernels.decode_split import ITEM_COST, MIN_CHUNK_TOKENS, NUM_BUCKETS, OVERLAP, REDUCE_COST, SPLIT_COST
 from labkit_kernels.heuristics import DecodeConfig, decode_config, num_slots
 from labkit_kernels.ops import cache_kind, capability
 
-# Fitted to chunk sweeps on an H200 (kernels/NOTES.md), in tiles of one slot.
-OVERLAP, ITEM_COST, REDUCE_COST, SPLIT_COST = 0.2, 0.75, 1.0, 0.07
 ITEM_FIELDS = 7
-MIN_CHUNK_TOKENS = 128
 DETERMINISTIC_CHUNK_TOKENS = 1024
-NUM_BUCKETS = 8
 
 
 @triton.jit

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
+from labkit_kernels.decode_split import split_decode
 
 from labkit.errors import OutOfRangeError, UnsupportedError
 from labkit.measure.attention_shape import AttentionShape, check_variant
-from labkit.measure.decode_split import split_decode
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.text import plain
 

@@ -1,7 +1,4 @@
-"""The decode kernel's split of a batch into work items, computed without a card: `labkit_kernels.decode_plan` in numpy.
-
-Kept equal to the device's own plan by a test that runs both.
-"""
+"""The split of a decode step in numpy: the reference of `decode_plan`, and its constants. Neither card nor triton."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# The fitted constants of labkit_kernels.decode_plan, which needs triton to be imported.
+# Fitted to chunk sweeps on an H200 (kernels/NOTES.md), in tiles of one slot.
 OVERLAP, ITEM_COST, REDUCE_COST, SPLIT_COST = 0.2, 0.75, 1.0, 0.07
 MIN_CHUNK_TOKENS = 128
 NUM_BUCKETS = 8
