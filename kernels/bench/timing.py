@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
+from labkit_kernels.cold_timing import capture, graph_time_s
+from labkit_kernels.cold_timing import cold_l2 as make_flush
 
-FLUSH_BYTES = 256 * 1024 * 1024
+__all__ = ["capture", "copy_ceiling", "make_flush", "read_ceiling", "time_us"]
+
 REPEATS = 30
 
 
-def make_flush() -> Callable[[], None]:
-    """A function that pushes everything else out of the L2 (several times its size)."""
-    buffer = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    return buffer.zero_
-
-
-def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """`call` as a graph, after one warm-up on a side stream."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
-def time_us(call: Callable[[], object], flush: Callable[[], None], repeats: int = REPEATS) -> float:
+def time_us(call: Callable[[], object], flush: Callable[[], object], repeats: int = REPEATS) -> float:
     """Median microseconds of one graph replay, cold L2."""
-    graph = capture(call)
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats + 3)]
-    for begin, end in pairs:
-        flush()
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in pairs[3:]) * 1e3
+    return 1e6 * graph_time_s(call, flush, repeats)
 
 
 @triton.jit
@@ -55,7 +30,7 @@ def _read_kernel(x, out, num_blocks, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
     tl.store(out + tl.program_id(0), tl.sum(total, 0))
 
 
-def read_ceiling(flush: Callable[[], None], num_bytes: int = 2 * 1024**3) -> float:
+def read_ceiling(flush: Callable[[], object], num_bytes: int = 2 * 1024**3) -> float:
     """GB/s of a kernel that only reads: the best of several shapes."""
     x = torch.ones(num_bytes // 4, dtype=torch.int32, device="cuda")
     out = torch.empty(8192, dtype=torch.int32, device="cuda")
@@ -80,7 +55,7 @@ def _copy_kernel(x, y, BLOCK: tl.constexpr):
     tl.store(y + at, tl.load(x + at))
 
 
-def copy_ceiling(flush: Callable[[], None], num_bytes: int = 2 * 1024**3) -> float:
+def copy_ceiling(flush: Callable[[], object], num_bytes: int = 2 * 1024**3) -> float:
     """GB/s of a device copy, bytes read plus bytes written: the better of torch's own and plain kernels."""
     source = torch.ones(num_bytes // 4, dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from labkit_kernels.cold_timing import cold_l2, graph_time_s
 
 from labkit.errors import OutOfRangeError, UnsupportedError
 from labkit.measure.attention_shape import AttentionShape, check_variant
@@ -17,8 +17,6 @@ from labkit.measure.l2_simulator import simulate_attention
 from labkit.measure.run_record import Counters
 from labkit.specs.gpu_spec import GpuSpec
 
-FLUSH_BYTES = 256 * 2**20
-REPEATS = 7
 _CACHE_TYPES = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": torch.bfloat16, "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8_per_token_head": torch.int8,
@@ -128,31 +126,6 @@ def prepare_launch(shape: AttentionShape, variant: str, inputs: KernelInputs) ->
     workspace = variant_workspace(variant, q, k, inputs.tables, scores)
     workspace.plan(inputs.lens)
     return lambda: paged_decode(q, k, v, inputs.tables, inputs.lens, scores, workspace=workspace, out=out)
-
-
-def graph_time_s(call: Callable[[], object], flush: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median seconds of a CUDA-graph replay of `call` with a cold L2."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for begin, end in events:
-        flush()
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
-
-
-def cold_l2() -> Callable[[], object]:
-    """A call that fills the L2 with what nobody reads again."""
-    return torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda").zero_
 
 
 class CardCounter:

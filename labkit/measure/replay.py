@@ -37,8 +37,9 @@ def read_job(text: str) -> tuple[AttentionShape, str]:
 def launch(shape: AttentionShape, variant: str) -> None:
     """Launch `NUM_LAUNCHES` times, each with a cold L2."""
     import torch
+    from labkit_kernels.cold_timing import cold_l2
 
-    from labkit.measure.kernel_launches import cold_l2, make_inputs, prepare_launch
+    from labkit.measure.kernel_launches import make_inputs, prepare_launch
 
     flush = cold_l2()
     call = prepare_launch(shape, variant, make_inputs(shape))

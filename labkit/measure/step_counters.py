@@ -105,7 +105,7 @@ def _count(engine: Engine, num_steps: int) -> CountedSteps:
 
 def _count_attention(engine: Engine) -> tuple[Counters | None, tuple[str, ...]]:
     """The attention of all layers over what the running sequences have in the cache."""
-    from labkit.measure.kernel_launches import cold_l2, graph_time_s
+    from labkit_kernels.cold_timing import cold_l2, graph_time_s
 
     running, flush, card_uuid = engine.scheduler.running, cold_l2(), current_card_uuid()
     reads = engine.executor.attention_reads(running)  # type: ignore[attr-defined]

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from labkit_kernels import cold_timing
 
 from labkit.engine import Engine
 from labkit.engine.simulation import VirtualExecutor, bare_plan, virtual_model
-from labkit.measure import kernel_launches, step_counters
+from labkit.measure import step_counters
 from labkit.measure.counters import CORE_METRICS, OCCUPANCY, Counted
 from labkit.measure.run_record import Counters
 from labkit.measure.step_counters import count_decode_steps, running_batch
@@ -67,8 +68,8 @@ def played(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     uuids = {1: SimpleNamespace(uuid="second")}
     monkeypatch.setattr(torch.cuda, "get_device_properties", uuids.__getitem__)
-    monkeypatch.setattr(kernel_launches, "cold_l2", lambda: lambda: None)
-    monkeypatch.setattr(kernel_launches, "graph_time_s", lambda call, flush: 0.5e-3)
+    monkeypatch.setattr(cold_timing, "cold_l2", lambda: lambda: None)
+    monkeypatch.setattr(cold_timing, "graph_time_s", lambda call, flush: 0.5e-3)
     return played
 
 
