@@ -1,23 +1,16 @@
-"""A card's own ceilings in five seconds: bytes read, and bf16 products; kept in a file beside other facts of a card."""
+"""A card's own ceilings in five seconds: bytes read, and bf16 products."""
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 
-from labkit.errors import FileFormatError, UnsupportedError
-from labkit.files import write_atomic
+from labkit.errors import UnsupportedError
 from labkit.measure.roofline import Ceilings
-from labkit.text import plain
 
 READ_BYTES = 2 * 2**30
 MATMUL_SIZE = 8192
 REPEATS = 15
-MAX_FILE_BYTES = 100_000
 
 
 def measure_ceilings() -> Ceilings:
@@ -54,25 +47,3 @@ def _median_s(call: Callable[[], object]) -> float:
         end.record()
     torch.cuda.synchronize()
     return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
-
-
-def write_ceilings(path: str | os.PathLike[str], ceilings: Ceilings) -> None:
-    """Keep `ceilings` as JSON."""
-    write_atomic(Path(path), json.dumps(asdict(ceilings), indent=1) + "\n")
-
-
-def read_ceilings(path: str | os.PathLike[str]) -> Ceilings:
-    """What `write_ceilings` kept.
-
-    Raises:
-        FileFormatError: no such file, or one of another form.
-    """
-    file = Path(path)
-    try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise ValueError("too large")
-        content = json.loads(file.read_text("utf-8"))
-        read, flops, source = (content[name] for name in ("read_bytes_per_s", "flops_per_s", "source"))
-        return Ceilings(float(read), None if flops is None else float(flops), plain(source, 200))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise FileFormatError(f"{plain(file, 200)} keeps no ceilings of a card: {plain(error, 120)}") from error

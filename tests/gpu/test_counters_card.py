@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from labkit.measure import validate_l2
-from labkit.measure.allocator import AllocatorTimeline, recorded_allocations, trace_timeline, write_torch_snapshot
+from labkit.measure.allocator import AllocatorTimeline, torch_snapshot
 from labkit.measure.attention_shape import AttentionShape, BatchShape
 from labkit.measure.card_ceilings import measure_ceilings
 from labkit.measure.counters import CORE_METRICS, METRICS, OCCUPANCY, counters
@@ -99,19 +99,18 @@ def test_both_methods_agree(counter, gpu, name):
     assert found[name].dram_bytes == pytest.approx(here.dram_bytes, rel=0.02)
 
 
-def test_the_allocators_trace_ends_where_its_statistics_are(tmp_path):
-    timeline = AllocatorTimeline()
-    with recorded_allocations():
+def test_the_allocators_timeline_and_snapshot_see_what_was_allocated(tmp_path):
+    timeline, path = AllocatorTimeline(), tmp_path / "snapshot.pickle"
+    with torch_snapshot(path):
         kept = [torch.empty(2**20 * size, device="cuda") for size in (1, 3, 5)]
+        before = timeline.look()
         del kept[1]
         torch.cuda.synchronize()
-        entries = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-        end = timeline.look()
-        path = write_torch_snapshot(tmp_path / "snapshot.pickle")
-    states = trace_timeline(entries, end)
-    assert states[-1].allocated_bytes == end.allocated_bytes == torch.cuda.memory_allocated()
-    assert max(state.allocated_bytes for state in states) - end.allocated_bytes >= 3 * 2**22
-    assert path.stat().st_size > 0
+        after = timeline.look()
+    assert before.allocated_bytes - after.allocated_bytes == 3 * 2**22
+    assert after.allocated_bytes == torch.cuda.memory_allocated()
+    events = pickle.loads(path.read_bytes())["device_traces"][torch.cuda.current_device()]
+    assert sum(event["size"] for event in events if event["action"] == "alloc") == 9 * 2**22
 
 
 def test_nvml_while_the_card_works(gpu):
