@@ -30,7 +30,7 @@ _SHOWN = (
 
 def calibrate_command(
     run: Annotated[list[str] | None, typer.Option("--run", help="Id of a measured run, 1 to 3 of them.")] = None,
-    seconds: Annotated[float, typer.Option(help="Time for the microbenchmark [s].", min=5, max=600)] = 60.0,
+    seconds: Annotated[float, typer.Option(help="Seconds for the microbenchmark.", min=5, max=600)] = 60.0,
     store: Annotated[str | None, typer.Option(help="File or SQLAlchemy URL of the run store.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
@@ -46,8 +46,7 @@ def calibrate_command(
         )
     ]
     show_table(f"{answer['card']}: {answer['level']}", ["constant", "before", "now"], rows)
-    low, high = answer["interval"]
-    out(f"nine in ten measured step times lie between {low:.2f} and {high:.2f} times the predicted ones")
+    out(answer["interval_words"])
     for kind, why in answer.get("missing", {}).items():
         out(f"not measured: {kind}, {why}")
     out(f"kept in {answer['path']}")
@@ -131,9 +130,11 @@ def check_measured(records: list[RunRecord]) -> RunRecord:
 
 def _answer(card: str, before: StepConstants, constants: StepConstants) -> dict[str, Any]:
     from labkit.engine.step_constants import CONSTANT_NAMES
+    from labkit.experiments.virtual_run import interval_words
 
     return {
         "card": card, "level": constants.level, "interval": [constants.interval_low, constants.interval_high],
+        "interval_words": interval_words(constants),
         "before": {name: getattr(before, name) for name in CONSTANT_NAMES},
         "constants": {name: getattr(constants, name) for name in CONSTANT_NAMES},
     }  # fmt: skip

@@ -12,15 +12,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import labkit
 from labkit import format as shown
 from labkit.calibrate_command import calibrate_command
-from labkit.cli_options import takes_knobs
+from labkit.cli_options import (
+    DEFAULT_MODEL,
+    DEFAULT_TRACE,
+    AsJson,
+    Gpu,
+    Limit,
+    MaxInput,
+    MaxOutput,
+    Model,
+    Store,
+    Trace,
+    Vllm,
+    takes_knobs,
+)  # fmt: skip
 from labkit.errors import LabkitError
+from labkit.simulation_commands import advise_command, simulate_command
 from labkit.specs.engine_config import EngineConfig
 from labkit.terminal import (
     ProgressLine,
     out,
-    show_advice,
     show_examination,
     show_explanation,
     show_json,
@@ -41,23 +55,31 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+# Headings of `labkit --help`.
+_PLAN, _RUN, _LISTS, _CHECKS = (
+    "Plan and explain",
+    "Run, simulate, report",
+    "What there is",
+    "Check labkit and this machine",
+)
 bench_app = typer.Typer(help="Benchmarks; each writes a file under results/.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench")
-app.command("calibrate")(calibrate_command)
-
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-DEFAULT_TRACE = "azure-2023-conv"
-
-Model = Annotated[str, typer.Option("--model", help="Catalogue name, hub id, folder, config.json or GGUF file.")]
-Gpu = Annotated[str, typer.Option("--gpu", help="Catalogue name, 'auto' for this machine's card, or 'cpu'.")]
-Trace = Annotated[str, typer.Option("--workload", help="A trace of `labkit traces`, or a trace file.")]
-Limit = Annotated[int, typer.Option("--limit", help="Requests to take from the trace.", min=1)]
-MaxInput = Annotated[int | None, typer.Option("--max-input-tokens", help="Clip prompts to this length.", min=1)]
-MaxOutput = Annotated[int | None, typer.Option("--max-output-tokens", help="Clip outputs to this length.", min=1)]
-Store = Annotated[str | None, typer.Option("--store", help="File or SQLAlchemy URL of the run store.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-Vllm = Annotated[str, typer.Option("--vllm", help="vLLM's version, 0.6 to 0.33.")]
+app.add_typer(bench_app, name="bench", rich_help_panel=_CHECKS)
 Results = Annotated[Path, typer.Option("--out", help="Results file.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        out(f"labkit {labkit.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", help="Show labkit's version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """labkit: a laboratory for the memory of LLM serving."""
 
 
 def main() -> None:
@@ -72,7 +94,7 @@ def main() -> None:
         sys.exit(130)
 
 
-@app.command()
+@app.command(rich_help_panel=_PLAN)
 @takes_knobs
 def plan(
     knobs: dict[str, Any],
@@ -81,10 +103,10 @@ def plan(
     num_gpus: Annotated[int | None, typer.Option(help="Cards; alone it means tensor parallelism.", min=1)] = None,
     vllm: Vllm = "0.33.0",
     engine: Annotated[str, typer.Option(help="Whose rules: vllm, labkit or sglang.")] = "vllm",
-    total_gib: Annotated[float | None, typer.Option(help="The card's total as CUDA reports it [GiB].")] = None,
-    free_gib: Annotated[float | None, typer.Option(help="Free on the card at start [GiB].")] = None,
-    available_kv_gib: Annotated[float | None, typer.Option(help="KV memory that a log states [GiB].")] = None,
-    weights_gib: Annotated[float | None, typer.Option(help="Weights of one rank [GiB].")] = None,
+    total_gib: Annotated[float | None, typer.Option(help="The card's total as CUDA reports it, in GiB.")] = None,
+    free_gib: Annotated[float | None, typer.Option(help="Free on the card at start, in GiB.")] = None,
+    available_kv_gib: Annotated[float | None, typer.Option(help="KV memory that a log states, in GiB.")] = None,
+    weights_gib: Annotated[float | None, typer.Option(help="Weights of one rank, in GiB.")] = None,
     log: Annotated[Path | None, typer.Option(help="A start-up log of the host, for its own constants.")] = None,
     workload: Annotated[str | None, typer.Option(help="A trace: how many of its requests hold KV at once.")] = None,
     as_json: AsJson = False,
@@ -118,7 +140,7 @@ def requests_at_once(found: MemoryPlan, workload: str) -> dict[str, int]:
     return {"concurrent_requests_of_workload": concurrent_requests(found, [min(size, longest) for size in lengths])}
 
 
-@app.command("explain-log")
+@app.command("explain-log", rich_help_panel=_PLAN)
 def explain_log(
     file: Annotated[Path, typer.Argument(help="vLLM's own output, from its start to the error or first request.")],
     model: Annotated[str | None, typer.Option(help="The model, where the log's name says too little.")] = None,
@@ -126,16 +148,21 @@ def explain_log(
     as_json: AsJson = False,
 ) -> None:
     """Read a start-up or out-of-memory log: which part is off, why, and the smallest change that cures it."""
+    from labkit.doctor.error_text import explain_error_text
+    from labkit.doctor.run import read_error_text
     from labkit.memory.log_explanation import explain_log_file, explanation_json
 
     found = explain_log_file(file, model=model, gpu=gpu)
     if as_json:
         show_json(explanation_json(found))
+    elif found.cause == "not_vllm":
+        # No start-up numbers in it, but perhaps an error whose text is known: a bare out-of-memory line, say.
+        show_examination(explain_error_text(read_error_text(str(file))))
     else:
         show_explanation(found)
 
 
-@app.command()
+@app.command(rich_help_panel=_PLAN)
 @takes_knobs
 def export(
     knobs: dict[str, Any],
@@ -147,8 +174,10 @@ def export(
     """The command that carries a configuration to one vLLM version: only flags that it has."""
     from labkit.advice import export_command
     from labkit.advice.vllm_check import check_with_vllm
+    from labkit.specs.model_catalogue import find_name
 
-    command = export_command(model, EngineConfig(**knobs), vllm)
+    is_path = Path(model).expanduser().exists()
+    command = export_command((not is_path and find_name(model)) or model, EngineConfig(**knobs), vllm)
     sys.stdout.write(command.text(form))
     if check:
         answer = check_with_vllm(command.words[2:])
@@ -156,7 +185,7 @@ def export(
         warn(f"parser: {said}")
 
 
-@app.command()
+@app.command(rich_help_panel=_CHECKS)
 @takes_knobs
 def doctor(
     knobs: dict[str, Any],
@@ -193,7 +222,7 @@ def doctor(
     raise typer.Exit(found.exit_code)
 
 
-@app.command()
+@app.command(rich_help_panel=_RUN)
 @takes_knobs
 def run(
     knobs: dict[str, Any],
@@ -221,67 +250,12 @@ def run(
         show_record(record)
 
 
-@app.command("simulate")
-@takes_knobs
-def simulate_command(
-    knobs: dict[str, Any],
-    model: Model = DEFAULT_MODEL,
-    gpu: Annotated[str, typer.Option("--gpu", help="A card of `labkit gpus`; it need not be here.")] = "H100 SXM",
-    workload: Trace = DEFAULT_TRACE,
-    limit: Limit = 1000,
-    max_input_tokens: MaxInput = None,
-    max_output_tokens: MaxOutput = None,
-    engine: Annotated[str, typer.Option(help="Whose rules: vllm or labkit.")] = "vllm",
-    vllm: Vllm = "0.33.0",
-    as_json: AsJson = False,
-) -> None:
-    """Serve a trace on a virtual GPU: the real scheduler and block pool, step times from a model."""
-    import labkit
-    from labkit.experiments.export import to_json
-    from labkit.experiments.virtual_run import simulate
-    from labkit.figures.l2 import sentence as l2_sentence
-    from labkit.measure.l2_step import with_simulated_counters
-
-    sizes: dict[str, Any] = {"max_input_tokens": max_input_tokens, "max_output_tokens": max_output_tokens}
-    traffic, card = labkit.load_workload(workload, limit=limit, **sizes), labkit.load_gpu(gpu)
-    record = simulate(
-        labkit.load_model(model), card, traffic, EngineConfig(**knobs), engine=engine, engine_version=vllm
-    )  # fmt: skip
-    record = with_simulated_counters(record, card)
-    if as_json:
-        sys.stdout.write(to_json(record) + "\n")
-    else:
-        show_record(record)
-        if record.counters is not None:
-            out(l2_sentence(record.counters))
-        out(record.note)
+app.command("simulate", rich_help_panel=_RUN)(simulate_command)
+app.command("advise", rich_help_panel=_RUN)(advise_command)
+app.command("calibrate", rich_help_panel=_RUN)(calibrate_command)
 
 
-@app.command()
-@takes_knobs
-def advise(
-    knobs: dict[str, Any],
-    model: Model = DEFAULT_MODEL,
-    gpu: Annotated[str, typer.Option("--gpu", help="A card of `labkit gpus`; it need not be here.")] = "H100 SXM",
-    workload: Trace = DEFAULT_TRACE,
-    limit: Limit = 48,
-    max_input_tokens: MaxInput = None,
-    max_output_tokens: MaxOutput = None,
-    vllm: Vllm = "0.33.0",
-) -> None:
-    """Which limit binds on a traffic, and what each change would buy there: GiB, tokens, tok/s, p99; simulated."""
-    import labkit
-
-    traffic = labkit.load_workload(
-        workload, limit=limit, max_input_tokens=max_input_tokens, max_output_tokens=max_output_tokens
-    )
-    card = labkit.load_gpu(gpu)
-    engine = "labkit" if card.is_cpu else "vllm"
-    found = labkit.plan(labkit.load_model(model), card, EngineConfig(**knobs), engine=engine, engine_version=vllm)
-    show_advice(found, traffic)
-
-
-@app.command()
+@app.command(rich_help_panel=_CHECKS)
 def claims(
     ids: Annotated[list[str] | None, typer.Argument(help="C01 to C30, CASE-A; all thirty if none.")] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="Also write a results file.")] = None,
@@ -300,7 +274,7 @@ def claims(
         write_claims(out_file, ids)
 
 
-@app.command()
+@app.command(rich_help_panel=_RUN)
 def panel(
     settings: Annotated[str, typer.Argument(help="Knobs, such as 'block_size=32 kv_cache_dtype=fp8'.")] = "",
     model: Model = DEFAULT_MODEL,
@@ -319,12 +293,12 @@ def panel(
         open_notebook(path)
 
 
-@app.command()
+@app.command(rich_help_panel=_RUN)
 def tune(
     model: Model = DEFAULT_MODEL,
     gpu: Gpu = "auto",
     workload: Trace = DEFAULT_TRACE,
-    budget_s: Annotated[float, typer.Option(help="Time for the runs [s].", min=5)] = 120.0,
+    budget_s: Annotated[float, typer.Option(help="Seconds for the runs.", min=5)] = 120.0,
     out_file: Annotated[Path, typer.Option("--out", help="The report.")] = Path("tuning-report.html"),
     vllm: Vllm = "0.33.0",
     store: Store = None,
@@ -343,7 +317,7 @@ def tune(
     out(f"report: {result.report_path.resolve()}")
 
 
-@app.command()
+@app.command(rich_help_panel=_RUN)
 def report(
     run_ids: Annotated[
         list[str] | None, typer.Argument(help="Runs of the store; the newest session's if none.")
@@ -357,7 +331,7 @@ def report(
     out(f"report: {report_of_runs(run_ids, out=out_file, store=store).resolve()}")
 
 
-@app.command()
+@app.command(rich_help_panel=_LISTS)
 def runs(
     store: Store = None,
     limit: Annotated[int, typer.Option(min=1)] = 30,
@@ -386,7 +360,7 @@ def runs(
     show_table(f"{len(rows)} runs in {opened.location}", ["id", "name", "made", "status", "model", "GPU"], rows)
 
 
-@app.command()
+@app.command(rich_help_panel=_LISTS)
 def models() -> None:
     """List the models of the catalogue."""
     from labkit.memory import count_parameters
@@ -400,7 +374,7 @@ def models() -> None:
     show_table("Models", ["name", "parameters", "layers", "attention", "longest [tokens]"], rows)
 
 
-@app.command()
+@app.command(rich_help_panel=_LISTS)
 def gpus() -> None:
     """List the cards of this machine and of the catalogue."""
     from labkit.specs import gpu_names, load_gpu, read_gpus
@@ -413,7 +387,7 @@ def gpus() -> None:
     show_table("Cards", ["name", "memory as CUDA sees it", "bandwidth", "capability", "origin"], rows)
 
 
-@app.command()
+@app.command(rich_help_panel=_LISTS)
 def traces() -> None:
     """List the traffic traces that come with labkit."""
     from labkit.specs.datasets import dataset_names, find_dataset
@@ -424,7 +398,7 @@ def traces() -> None:
     )
 
 
-@app.command()
+@app.command(rich_help_panel=_LISTS)
 def presets() -> None:
     """List the tasks that `--preset` knows: their flags, traffic and goal."""
     from labkit.specs.presets import presets as known

@@ -1,4 +1,4 @@
-"""The knobs as options of a command, made from `EngineConfig`, and the presets that fill those left open."""
+"""What commands share: the options that several take, and the knobs as options, made from `EngineConfig`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,21 @@ from typing import Annotated, Any
 import typer
 
 from labkit.specs.engine_config import EngineConfig, Knob
+from labkit.specs.knob_text import parse_knob
 
 _PANEL = "Knobs, by vLLM's names"
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEFAULT_TRACE = "azure-2023-conv"
+
+Model = Annotated[str, typer.Option("--model", help="Catalogue name, hub id, folder, config.json or GGUF file.")]
+Gpu = Annotated[str, typer.Option("--gpu", help="Catalogue name, 'auto' for this machine's card, or 'cpu'.")]
+Trace = Annotated[str, typer.Option("--workload", help="A trace of `labkit traces`, or a trace file.")]
+Limit = Annotated[int, typer.Option("--limit", help="Requests to take from the trace.", min=1)]
+MaxInput = Annotated[int | None, typer.Option("--max-input-tokens", help="Clip prompts to this length.", min=1)]
+MaxOutput = Annotated[int | None, typer.Option("--max-output-tokens", help="Clip outputs to this length.", min=1)]
+Store = Annotated[str | None, typer.Option("--store", help="File or SQLAlchemy URL of the run store.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Vllm = Annotated[str, typer.Option("--vllm", help="vLLM's version, 0.6 to 0.33.")]
 
 
 def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
@@ -26,7 +39,8 @@ def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def wrapper(context: typer.Context, preset: str | None, **options: Any) -> None:
         given = {knob.name: options.pop(knob.name) for knob in knobs}
-        given = {name: value for name, value in given.items() if value is not None}
+        typed = {knob.name: (knob, given[knob.name]) for knob in knobs if given[knob.name] is not None}
+        given = {name: value if knob.kind is bool else parse_knob(knob, value) for name, (knob, value) in typed.items()}
         if preset is not None:
             options, given = _with_preset(preset, context, options, given)
         command(**options, knobs=given)
@@ -64,6 +78,11 @@ def _with_preset(
 
 def _option(knob: Knob) -> Any:
     flag = knob.flag or f"--{knob.name.replace('_', '-')}"
-    names = f"{flag}/--no-{flag.removeprefix('--')}" if knob.kind is bool else flag
-    text = f"{knob.help} [{knob.unit}]" if knob.unit else knob.help
-    return Annotated[knob.kind | None, typer.Option(names, help=text, rich_help_panel=_PANEL)]
+    text = f"{knob.help} In {knob.unit}." if knob.unit else knob.help
+    if knob.kind is bool:
+        names = f"{flag}/--no-{flag.removeprefix('--')}"
+        return Annotated[bool | None, typer.Option(names, help=text, rich_help_panel=_PANEL)]
+    # Numbers come as text, so that 8k and auto mean what vLLM's own command line means by them.
+    return Annotated[
+        str | None, typer.Option(flag, help=text, metavar=f"<{knob.kind.__name__}>", rich_help_panel=_PANEL)
+    ]

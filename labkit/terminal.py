@@ -55,7 +55,8 @@ def show_json(value: Any) -> None:
 
 
 def show_plan(plan: MemoryPlan) -> None:
-    """Print a plan: the answer, the parts with their formulas, and what was assumed."""
+    """Print a plan: the answer, what would make it fit, the parts with their formulas, and what was assumed."""
+    from labkit.advice.cures import cures
     from labkit.memory.records import PART_TITLES
 
     out(f"{plan.model.name} on {plan.gpu.name}, {plan.engine} {plan.engine_version}: {plan.verdict}")
@@ -63,17 +64,21 @@ def show_plan(plan: MemoryPlan) -> None:
     requests = f"{shown.number(plan.max_concurrency)} requests of {shown.count(plan.config.max_model_len)}"
     out(f"  {tokens} = {requests}; longest that fits {shown.count(plan.max_model_len_that_fits)} tokens")
     out(f"  binds: {plan.binding_limit}")
+    for cure in cures(plan):
+        out(f"  would work: {cure.text}")
     parts, errors = plan.breakdown.parts(), plan.breakdown.uncertainty_bytes
     rows = [
         [
-            PART_TITLES[part],
-            shown.memory(size),
+            PART_TITLES[part] if size >= 0 else "missing",
+            shown.memory(abs(size)),
             f"± {shown.memory(errors[part])}" if part in errors else "",
             plan.formulas.get(part, ""),
         ]
         for part, size in parts.items()
     ]
-    show_table(f"Memory of {shown.memory(plan.breakdown.total_bytes)}, predicted", ["part", "size", "", "how"], rows)
+    show_table(
+        f"Memory of {shown.memory(plan.breakdown.total_bytes)}, predicted", ["part", "size", "within", "how"], rows
+    )
     for note in plan.notes:
         out(f"note: {note}")
 
@@ -147,10 +152,19 @@ def show_record(record: RunRecord) -> None:
     from labkit.memory.records import PART_TITLES
 
     summary = summarize(record)
-    out(f"{record.name}: {record.status}, run {record.run_id} ({record.origin})")
+    run = "" if record.origin == "simulated" else f", run {record.run_id}"
+    out(f"{record.name}: {record.status}{run} ({record.origin})")
+    if record.error:
+        out(f"  why: {record.error}")
+    if not summary.num_requests:
+        return
     out(
         f"  {shown.rate(summary.output_tokens_per_s)} output, {summary.num_finished} of {summary.num_requests} requests"
     )
+    refused = [row for row in record.requests if row.finish_reason.startswith("refused")]
+    if refused:
+        longest = max(refused, key=lambda row: row.input_tokens)
+        out(f"  {shown.count(len(refused))} not served, the longest prompt for one: {longest.finish_reason}")
     for title, times in (("time to first token", summary.ttft_s), ("between tokens", summary.inter_token_s)):
         if times is not None:
             out(f"  {title}: p50 {shown.duration(times.p50)}, p95 {shown.duration(times.p95)}")

@@ -107,7 +107,7 @@ def advise(
     The gain is an upper bound: room for more requests helps only while requests wait for room, and the rate is the
     one that is reached when all of them wait.
     """
-    what_if = what_if or _replan(plan)
+    what_if = what_if or replan(plan)
     limit = binding_limit(plan, record)
     tokens = tokens_per_request(plan, record)
     before = speed_of(plan) if speed_of else None
@@ -164,7 +164,8 @@ def _beginning(sentence: str) -> str:
     return sentence if "_" in sentence.split(" ", 1)[0] else sentence[:1].upper() + sentence[1:]
 
 
-def _replan(plan: MemoryPlan) -> WhatIf:
+def replan(plan: MemoryPlan) -> WhatIf:
+    """Plans other settings for the model, card and engine of `plan`."""
     from labkit.memory import plan as plan_memory
 
     def what_if(config: EngineConfig) -> MemoryPlan:

@@ -85,9 +85,11 @@ class Knob:
 
     def _range(self) -> str:
         unit = f" {self.unit}" if self.unit else ""
-        if self.minimum is not None and self.maximum is not None:
-            return f"{self.minimum:g} to {self.maximum:g}{unit}"
-        return f"{self.minimum:g}{unit} or more"
+        low, high = (
+            f"{end:.0f}" if self.kind is int and end is not None else f"{end:g}" if end is not None else ""
+            for end in (self.minimum, self.maximum)
+        )
+        return f"{low} to {high}{unit}" if low and high else f"{low}{unit} or more"
 
     def _error(self, value: Any, allowed: str, works: str | None) -> OutOfRangeError:
         return OutOfRangeError(

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from labkit.errors import FileFormatError, UnknownNameError
 from labkit.specs.engine_config import EngineConfig, Knob
 from labkit.text import nearest, plain
 
-_FACTORS = {"k": 1024, "m": 1024**2}
+# vLLM's own suffixes (its `human_readable_int`): small letters are decimal, capitals binary.
+_FACTORS: Mapping[str, int] = MappingProxyType(
+    {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+)
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([kmgtKMGT])")
 MAX_TEXT = 4000
 PANEL = "labkit panel"
 
 
 def parse_knob(knob: Knob, text: str) -> Any:
-    """The value that `text` means for `knob`: "8k", "16,384", "on", "auto", "fp8".
+    """The value that `text` means for `knob`: "8k" (8,000), "8K" (8,192), "16,384", "on", "auto", "fp8".
 
     Raises:
         OutOfRangeError: the knob does not take it.
@@ -30,11 +37,20 @@ def parse_knob(knob: Knob, text: str) -> Any:
 
 def _number(knob: Knob, text: str) -> Any:
     digits = text.replace(",", "").replace("_", "")
-    factor = _FACTORS.get(digits[-1:].casefold(), 1) if knob.kind is int else 1
     try:
-        return float(digits[:-1] if factor > 1 else digits) * factor
+        return parse_size(digits) if knob.kind is int else float(digits)
     except ValueError:
         return text
+
+
+def parse_size(text: str) -> float:
+    """A number as vLLM's command line takes it: "8k" is 8,000, "8K" 8,192, "25.6k" 25,600.
+
+    Raises:
+        ValueError: the text is none.
+    """
+    found = _SIZE.fullmatch(text)
+    return round(float(found.group(1)) * _FACTORS[found.group(2)], 6) if found else float(text)
 
 
 def config_to_text(config: EngineConfig) -> str:

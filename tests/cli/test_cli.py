@@ -123,3 +123,53 @@ def test_lists_print(command):
     done = run(command)
     assert done.exit_code == 0, done.output
     assert len(done.stdout.splitlines()) > 3
+
+
+def test_numbers_mean_what_vllms_own_command_line_means():
+    # vLLM's human_readable_int: 8k is 8,000 and 8K is 8,192.
+    assert plan_json("--max-model-len", "8k")["config"]["max_model_len"] == 8000
+    assert plan_json("--max-model-len", "8K")["config"]["max_model_len"] == 8192
+    assert plan_json("--max-num-seqs", "auto")["config"]["max_num_seqs"] == 1024
+
+
+def test_a_plan_that_does_not_fit_says_what_would():
+    said = run("plan", "--model", "qwen3-8b", "--gpu", "A10").output
+    assert "would work: --kv-cache-dtype fp8: fits then" in said
+    # 70.6e9 parameters × 2 B are 131 GiB: eight A10s of 22 GiB hold them, four do not.
+    said = run("plan", "--model", "llama-3.1-70b-instruct", "--gpu", "A10").output
+    assert "would work: --tensor-parallel-size 8 --max-model-len" in said
+    assert "missing" in said
+    assert "would work" not in run("plan", *LLAMA).output
+
+
+def test_help_gives_every_unit_in_words():
+    for command in ("tune", "calibrate", "plan"):
+        said = run(command, "--help").output
+        assert " ." not in said
+        assert ("econds for" in said) == (command != "plan")
+
+
+def test_version():
+    import labkit
+
+    assert run("--version").output.strip() == f"labkit {labkit.__version__}"
+
+
+def test_an_exported_command_names_the_model_as_the_hub_does(tmp_path, monkeypatch):
+    assert "serve openai/gpt-oss-20b" in run("export", "--model", "gpt-oss-20b").output
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt-oss-20b").mkdir()
+    assert "serve gpt-oss-20b" in run("export", "--model", "gpt-oss-20b").output
+
+
+def test_a_bare_out_of_memory_line_is_explained_as_well(tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 22.06 GiB\n")
+    said = run("explain-log", str(log)).output
+    assert "out-of-memory" in said
+    assert "--gpu-memory-utilization down" in said
+    assert "no such file" in run_error("explain-log", str(tmp_path / "none.log"))
+
+
+def run_error(*arguments: str) -> str:
+    return str(run(*arguments).exception)

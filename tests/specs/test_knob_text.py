@@ -78,7 +78,8 @@ def test_no_text_raises_anything_but_labkit_s_own_errors(text):
 
 @pytest.mark.parametrize(
     ("knob", "text", "value"),
-    [("max_model_len", "8k", 8192), ("max_model_len", "1M", 2**20), ("max_model_len", "", None),
+    [("max_model_len", "8K", 8192), ("max_model_len", "1M", 2**20), ("max_model_len", "", None),
+     ("max_model_len", "8k", 8000), ("max_num_batched_tokens", "25.6k", 25600),  # as vLLM's human_readable_int
      ("swap_space", "1_0", 10.0),
      ("max_num_seqs", "1,024", 1024), ("enforce_eager", "ON", True)],
 )  # fmt: skip

@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_red_with_the_cure_and_apply_sets_it_in_one_step(ma
 
 @pytest.mark.parametrize(
     ("knob", "typed", "value"),
-    [("block_size", "32", 32), ("max_model_len", "8k", 8192), ("max_model_len", "16,384", 16384),
+    [("block_size", "32", 32), ("max_model_len", "8K", 8192), ("max_model_len", "16,384", 16384),
      ("max_model_len", "auto", None),
      ("enforce_eager", "on", True), ("kv_cache_dtype", "fp8", "fp8"), ("cpu_memory_gib", " 1.5 ", 1.5)],
 )  # fmt: skip

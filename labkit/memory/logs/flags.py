@@ -7,6 +7,7 @@ from typing import Any
 
 from labkit.errors import LabkitError
 from labkit.specs.engine_config import EngineConfig, Knob
+from labkit.specs.knob_text import parse_size
 from labkit.text import plain
 
 # Names in "config: …" and "args: Namespace(…)" lines that differ from the knobs'.
@@ -19,8 +20,6 @@ _PAIR = re.compile(r"['\"]?\b([a-z_]{2,40})['\"]?[=:] ?['\"]?([A-Za-z0-9_.,+-]{1
 _OPTION = re.compile(r"--?([A-Za-z-]{2,48})(?:[= ]([^\s'\",\\-][^\s'\",\\]{0,119}))?")
 _MODEL = re.compile(r"model(?:_tag)?['\"]?[=:] ?['\"]([^'\"\s]{1,200})['\"]")
 _SERVE = re.compile(r"vllm serve ([^\s-][^\s]{0,199})")
-_SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,4})?)([kKmMgG])")
-_SCALE = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _SKIPPED = frozenset({"load_format", "swap_space", "cpu_memory_gib", "preemption_mode", "data_parallel_size"})
 _SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size"}
 
@@ -76,11 +75,6 @@ def _value(knob: Knob, text: str) -> Any:
     if knob.name == "dtype" and text in ("half", "float"):
         text = {"half": "float16", "float": "float32"}[text]
     try:
-        return knob.check(_number(text) if knob.kind in (int, float) else text)
+        return knob.check(parse_size(text) if knob.kind in (int, float) else text)
     except (LabkitError, ValueError):
         return None
-
-
-def _number(text: str) -> float:
-    found = _SIZE.fullmatch(text)
-    return float(found.group(1)) * _SCALE[found.group(2)] if found else float(text)

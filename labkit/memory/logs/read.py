@@ -50,7 +50,8 @@ def read_log_file(path: str | os.PathLike[str]) -> LogRecord:
     except (OSError, ValueError) as error:
         if isinstance(error, FileFormatError):
             raise
-        raise FileFormatError(f"cannot read {plain(path)}: {plain(error)}", works="the path of a log") from error
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else plain(error)
+        raise FileFormatError(f"cannot read {plain(path)}: {why}", works="the path of a log") from error
 
 
 def _decoded(file: Any) -> Iterator[str]:

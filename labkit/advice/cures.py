@@ -1,0 +1,51 @@
+"""`cures`: the smallest changes with which a plan that does not fit would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from labkit.advice.advise import advise, replan
+from labkit.errors import LabkitError
+from labkit.format import count
+from labkit.memory.log_explanation import Cure
+from labkit.memory.records import MemoryPlan
+from labkit.specs.engine_config import EngineConfig
+
+MOST_CARDS = 16
+
+
+def cures(plan: MemoryPlan) -> tuple[Cure, ...]:
+    """What would make `plan` fit, one change first; where none does, cards and a length together.
+
+    Empty where `plan` fits, and where not even `MOST_CARDS` cards hold the weights.
+    """
+    if plan.verdict != "does not fit":
+        return ()
+    single = tuple(_cure(item.changes, item.plan) for item in advise(plan) if item.cures)
+    return single or tuple(_on_more_cards(plan))[:1]
+
+
+def _on_more_cards(plan: MemoryPlan) -> Iterator[Cure]:
+    what_if = replan(plan)
+    num_cards = 2 * plan.config.tensor_parallel_size
+    while num_cards <= MOST_CARDS:
+        changes: dict[str, Any] = {"tensor_parallel_size": num_cards}
+        try:
+            found = what_if(plan.config.replace(**changes))
+            if found.verdict == "does not fit" and found.max_model_len_that_fits > 0:
+                changes["max_model_len"] = found.max_model_len_that_fits
+                found = what_if(plan.config.replace(**changes))
+            if found.verdict != "does not fit":
+                yield _cure(changes, found)
+        # A head count that the cards do not divide is only not a cure.
+        except LabkitError:
+            pass
+        num_cards *= 2
+
+
+def _cure(changes: Mapping[str, Any], plan: MemoryPlan) -> Cure:
+    knobs = {knob.name: knob for knob in EngineConfig.knobs()}
+    flags = " ".join(f"{knobs[name].flag or name} {value}" for name, value in changes.items())
+    tokens, longest = count(plan.kv_cache_tokens), count(plan.config.max_model_len)
+    return Cure(changes, f"{flags}: {plan.verdict} then, {tokens} tokens of KV for requests of at most {longest}")
