@@ -1,4 +1,5 @@
-"""Rules for every line: no code out of files, nothing that listens, no file left out of the wheel."""
+"""Rules for every line: no code out of files, nothing that listens, no hidden state, sizes that one sitting takes in,
+no file left out of the wheel."""
 
 from __future__ import annotations
 
@@ -58,6 +59,43 @@ def test_no_code_is_run_from_a_file_and_nothing_listens():
 def test_the_search_finds_what_it_looks_for(line):
     assert forbidden_calls(line)
     assert not forbidden_calls("model.eval(); re.compile('x'); torch.compile(f); json.load(file)")
+
+
+MOST_LINES_OF_A_FUNCTION, MOST_LINES_OF_A_FILE = 80, 500
+
+
+def too_long(source: str) -> list[str]:
+    num_lines = len(source.splitlines())
+    found = [f"file of {num_lines} lines"] if num_lines > MOST_LINES_OF_A_FILE else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            if length > MOST_LINES_OF_A_FUNCTION:
+                found.append(f"{node.name} of {length} lines")
+    return found
+
+
+def hidden_state(source: str) -> list[str]:
+    """Asserts, which -O removes, and names of the module that functions set."""
+    return [
+        f"line {node.lineno}: {type(node).__name__.lower()}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assert | ast.Global)
+    ]
+
+
+@pytest.mark.parametrize("search", [too_long, hidden_state])
+def test_every_file_keeps_the_measure(search):
+    found = {str(path.relative_to(ROOT)): search(path.read_text()) for path in SOURCES}
+    assert {name: what for name, what in found.items() if what} == {}
+
+
+def test_the_measures_find_what_they_look_for():
+    long_function = "def f():\n" + "    x = 1\n" * MOST_LINES_OF_A_FUNCTION
+    assert too_long(long_function) == ["f of 81 lines"]
+    assert too_long("\n" * 501) == ["file of 501 lines"]
+    assert too_long("def f():\n" + "    x = 1\n" * 79) == []
+    assert hidden_state("def f():\n    global x\n    assert x") == ["line 2: global", "line 3: assert"]
 
 
 def test_every_data_file_is_in_the_wheel():
