@@ -21,11 +21,10 @@ from labkit.engine.batch import ScheduledBatch
 from labkit.engine.cuda_attention import AttentionRows, CudaAttention
 from labkit.engine.cuda_cache import CacheFormat, CudaKVCache, cache_format
 from labkit.engine.cuda_forward import Forward, make_forward, why_eager
-from labkit.engine.cuda_graphs import MANY_PROMPTS, StepGraphs, capture_stream, graph_shapes
+from labkit.engine.cuda_graphs import StepGraphs, capture_stream
 from labkit.engine.cuda_inputs import (
     SlotTables,
     Staging,
-    StepShape,
     StepTensors,
     arrange,
     owners_of,
@@ -41,6 +40,7 @@ from labkit.engine.tensor_parallel import agreed_blocks
 from labkit.errors import LabkitError
 from labkit.format import GIB
 from labkit.memory.records import MemoryPlan
+from labkit.memory.step_shapes import MANY_PROMPTS, StepShape, graph_shapes
 from labkit.models.decoder import Decoder
 from labkit.models.linear import project
 from labkit.specs.model_spec import LayerSpec

@@ -11,39 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from labkit.engine.cuda_inputs import StepShape
-from labkit.engine.launch_rules import capture_sizes, mixed_capture_sizes
-from labkit.specs.engine_config import EngineConfig
-
-# Prompts that a captured step has places for: a few, and many where it has all tokens of a step.
-FEW_PROMPTS, MANY_PROMPTS = 8, 64
-
-
-def decode_shapes(max_num_seqs: int) -> list[StepShape]:
-    """Of steps that only decode, smallest first."""
-    return [StepShape(size, size, 0, size) for size in capture_sizes(max_num_seqs)]
-
-
-def mixed_shapes(max_num_seqs: int, max_num_batched_tokens: int, *, largest: bool) -> list[StepShape]:
-    """Of steps that compute prompts too, smallest first.
-
-    Args:
-        largest: even the largest step waits for the host where it is launched kernel by kernel, so it has a graph too.
-    """
-    sizes = [(size, FEW_PROMPTS) for size in mixed_capture_sizes(max_num_batched_tokens)]
-    if largest and sizes[-1][0] < max_num_batched_tokens:
-        sizes.append((max_num_batched_tokens, MANY_PROMPTS))
-    return [
-        StepShape(size, min(size, max_num_seqs), min(prompts, max_num_seqs), min(size + prompts, max_num_seqs))
-        for size, prompts in sizes
-    ]
-
-
-def graph_shapes(config: EngineConfig, *, largest: bool) -> tuple[list[StepShape], list[StepShape]]:
-    """Shapes to capture, smallest first: of steps with prompts, which need the most memory, and of those without."""
-    max_num_seqs = int(config.max_num_seqs or 1)
-    prompts = mixed_shapes(max_num_seqs, int(config.max_num_batched_tokens or 1), largest=largest)
-    return prompts, decode_shapes(max_num_seqs)
+from labkit.memory.step_shapes import StepShape
 
 
 def capture_stream(device: torch.device) -> torch.cuda.Stream:

@@ -10,6 +10,7 @@ from labkit_kernels.sampling import SamplingTensors
 
 from labkit.engine.batch import ScheduledBatch
 from labkit.engine.sequence import Sequence
+from labkit.memory.step_shapes import StepShape
 
 _ALIGNMENT_BYTES = 16
 _PARAMETERS = (("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("min_p", np.float32))
@@ -72,23 +73,6 @@ class SlotTables:
         self.parameters["top_k"][slot] = min(sampling.top_k, 2**31 - 1)
         self.parameters["top_p"][slot] = sampling.top_p
         self.parameters["min_p"][slot] = sampling.min_p
-
-
-@dataclass(frozen=True, order=True)
-class StepShape:
-    """Places in a step. Sequences with one new token come first, then those with more; what is left over is padding.
-
-    Attributes:
-        num_tokens: rows.
-        num_decodes: places of sequences with one new token, each of which has one of the first rows.
-        num_prompts: places of other sequences.
-        num_samples: sequences of both kinds together, each of which gives a token.
-    """
-
-    num_tokens: int
-    num_decodes: int
-    num_prompts: int
-    num_samples: int
 
 
 @dataclass(frozen=True)

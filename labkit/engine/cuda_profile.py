@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from labkit.engine.cuda_inputs import HostStep, SlotTables, StepShape
+from labkit.engine.cuda_inputs import HostStep, SlotTables
 from labkit.memory.records import MemoryPlan
+from labkit.memory.step_shapes import StepShape
 
 # Prompts of these lengths launch every variant of the kernels that depends on the number of rows, so that none is
 # compiled while requests wait.

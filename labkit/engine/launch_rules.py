@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from labkit.memory.budget import capture_sizes as vllm_capture_sizes
+from labkit.memory.step_shapes import capture_sizes, mixed_capture_sizes
 from labkit.specs.engine_config import EngineConfig
-
-LARGEST_CAPTURE = 512
-_MIXED_SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
 
 
 @dataclass(frozen=True)
@@ -25,19 +23,6 @@ class LaunchRules:
     graph_sizes: tuple[int, ...] = ()
     prompt_sizes: tuple[int, ...] = ()
     overlaps: bool = False
-
-
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, every 8 up to 64, every 16 up to 256, every 32 up to 512; none above what may run, which is the last."""
-    largest = min(max_num_seqs, LARGEST_CAPTURE)
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, LARGEST_CAPTURE + 1, 32)]
-    return [size for size in sizes if size < largest] + [largest]
-
-
-def mixed_capture_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Numbers of tokens of captured steps in which prompts are computed; none above what a step may have."""
-    largest = min(max_num_batched_tokens, _MIXED_SIZES[-1])
-    return [size for size in _MIXED_SIZES if size < largest] + [largest]
 
 
 def labkit_rules(config: EngineConfig, *, captures: bool = True, largest: bool = False) -> LaunchRules:

@@ -13,8 +13,8 @@ import torch
 from labkit.engine import Engine, EngineRequest, SamplingParams, cuda_cache
 from labkit.engine.cuda_executor import CudaExecutor
 from labkit.engine.cuda_graphs import next_larger
-from labkit.engine.cuda_inputs import StepShape
 from labkit.engine.simulation import bare_plan
+from labkit.memory.step_shapes import StepShape
 from labkit.models.loading import load_model_weights
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.model_spec import LayerSpec, ModelSpec

@@ -130,7 +130,7 @@ class TestPool:
     [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (30, [1, 2, 4, 8, 16, 24, 30])],
 )
 def test_capture_sizes_end_at_what_may_run(one_thread, max_num_seqs, expected):
-    from labkit.engine.launch_rules import capture_sizes
+    from labkit.memory.step_shapes import capture_sizes
 
     assert capture_sizes(max_num_seqs) == expected
     assert capture_sizes(10**6)[-1] == 512
@@ -145,15 +145,13 @@ def test_capture_sizes_end_at_what_may_run(one_thread, max_num_seqs, expected):
     ],
 )
 def test_steps_with_prompts_have_places_for_what_may_run(one_thread, max_num_seqs, max_tokens, expected):
-    from labkit.engine.cuda_graphs import mixed_shapes
-    from labkit.engine.cuda_inputs import StepShape
+    from labkit.memory.step_shapes import StepShape, mixed_shapes
 
     assert mixed_shapes(max_num_seqs, max_tokens, largest=True) == [StepShape(*shape) for shape in expected]
 
 
 def test_the_largest_step_has_a_graph_where_the_card_waits_for_the_host(one_thread):
-    from labkit.engine.cuda_graphs import mixed_shapes
-    from labkit.engine.cuda_inputs import StepShape
+    from labkit.memory.step_shapes import StepShape, mixed_shapes
 
     few = mixed_shapes(256, 8192, largest=False)
     assert few[-1] == StepShape(1024, 256, 8, 256)
@@ -167,7 +165,7 @@ def test_the_largest_step_has_a_graph_where_the_card_waits_for_the_host(one_thre
 )
 def test_a_step_runs_in_the_next_larger_graph_with_room_for_its_prompts(one_thread, filled, expected):
     from labkit.engine.cuda_graphs import next_larger
-    from labkit.engine.cuda_inputs import StepShape
+    from labkit.memory.step_shapes import StepShape
 
     shapes = [StepShape(32, 32, 8, 40), StepShape(64, 40, 8, 40)]
     shape = next_larger(shapes, StepShape(*filled, filled[1] + filled[2]))

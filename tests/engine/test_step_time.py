@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit.engine.launch_rules import LaunchRules, capture_sizes, labkit_rules
+from labkit.engine.launch_rules import LaunchRules, labkit_rules
 from labkit.engine.step_constants import CONSTANT_NAMES, link_bytes_per_s, load_constants
 from labkit.engine.step_cost import step_cost
 from labkit.engine.step_time import StepClock, StepLoad, StepTimeModel, smooth_max
 from labkit.errors import OutOfRangeError
+from labkit.memory.step_shapes import capture_sizes, graph_shapes
 from labkit.specs import gpu_names, load_gpu, load_model
 from labkit.specs.engine_config import EngineConfig
 
@@ -144,8 +145,6 @@ def test_every_card_of_the_catalogue_has_a_link():
 @pytest.mark.parametrize("largest", [False, True])
 def test_the_rules_are_those_by_which_the_engine_captures(max_num_seqs, max_num_batched_tokens, largest):
     pytest.importorskip("triton", reason="needs Triton: pip install 'labkit[triton]'")
-    from labkit.engine.cuda_graphs import graph_shapes
-
     config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     prompts, decodes = graph_shapes(config, largest=largest)
     rules = labkit_rules(config, largest=largest)
