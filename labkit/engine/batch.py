@@ -24,7 +24,8 @@ class ScheduledBatch:
         block_tables: [B] lists of block ids that cover seq_lens tokens.
         slots: [B] row of each sequence in tables that an executor keeps between steps.
         samples: [B] whether the step reaches the end of what is known, so that a token comes out.
-        swap_out, swap_in: (block, host block) pairs to copy before anything is computed, out before in.
+        swap_out, swap_in: (block, host block) pairs to copy before anything is computed, out before in. What comes in
+            for a sequence that is not in this step may take until the next one.
         num_prefill_tokens, num_decode_tokens: T in two parts; a row is decode when it is a sequence's only one and
             that sequence has output already.
         num_preemptions: sequences sent back while this step was put together.

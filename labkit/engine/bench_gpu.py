@@ -30,7 +30,9 @@ VLLM_NANO, VLLM_LARGE, VLLM_ALONE, NANO_FLOOR, VLLM_START_S = 24000, 9700, 200, 
 BASELINE = (
     "vLLM 0.25.1 on one H200, recorded 2026-11-30: nano 24,203 tokens/s, 256 × 512→256 9,723, alone 200, start 67 s"
 )
-RECONFIGURATIONS = 200
+RECONFIGURATIONS, WARM_RECONFIGURATIONS = 200, 20
+# 128 requests that grow to twice what the pool holds.
+SWAP_JOBS, SWAP_BLOCKS, SWAP_GIB = [(128, 384)] * 128, 2000, 8.0
 # Chunks of 128 tokens beside 32 requests: a chunk reads up to 32k tokens of KV in every layer, whatever its length.
 MIXED_STEP_TOKENS, MIXED_REQUESTS, LONG_PROMPT = 160, 32, 32768
 STEP_COLUMNS = (
@@ -157,7 +159,10 @@ class Bench:
         return {"name": name, "seconds": seconds, "median_s": _median(seconds[2:]), "memory_parts": parts}
 
     def lost_bytes(self, count: int = RECONFIGURATIONS) -> dict:
-        """Bytes that torch has allocated or reserved more after `count` random changes than after the first."""
+        """Bytes that torch has allocated and reserved after `count` random changes, against those after the first few.
+
+        Both times under the same knobs, garbage collected and torch's cache given back: any difference is a loss.
+        """
         rng = random.Random(5)
         engine = self.engine(enforce_eager=True, gpu_memory_utilization=0.1)
         home = self.plan(enforce_eager=True, gpu_memory_utilization=0.1)
@@ -169,14 +174,45 @@ class Bench:
                 "gpu_memory_utilization": rng.choice([0.06, 0.1, 0.2]),
             }  # fmt: skip
             engine.reconfigure(self.plan(**knobs))
-            if number in (20, count):
+            if number in (WARM_RECONFIGURATIONS, count):
                 self.add(engine, [(200, 2)] * 4, first_id=10**8 + 10 * number)
                 _drain(engine)
                 engine.reconfigure(home)
-                seen.append((self.torch.cuda.memory_allocated(), self.torch.cuda.memory_reserved()))
+                seen.append(self._held_bytes())
         engine.close()
-        lost = max(after - before for before, after in zip(*seen, strict=True))
-        return {"name": f"{count} reconfigurations", "lost_bytes": lost}
+        before, after = seen
+        lost = max(abs(after[name] - before[name]) for name in before)
+        return {"name": f"{count} reconfigurations", "lost_bytes": lost, "before": before, "after": after}
+
+    def _held_bytes(self) -> dict[str, int]:
+        """What torch has of the card once nothing that could go is left."""
+        gc.collect()
+        self.torch.cuda.synchronize()
+        self.torch.cuda.empty_cache()
+        return {
+            "allocated_bytes": self.torch.cuda.memory_allocated(), "reserved_bytes": self.torch.cuda.memory_reserved()
+        }  # fmt: skip
+
+    def swapping(self) -> dict:
+        """Requests that outgrow the pool, sent back by computing them anew and by swapping.
+
+        `hidden_share` is that of the copies' time on the bus for which no step waited; what the steps wait for are
+        copies that have not ended and those within the card.
+        """
+        row: dict[str, Any] = {"name": "swap: share of copy time hidden behind compute"}
+        times: list[tuple[str, Any, Any]] = []
+        for mode in ("recompute", "swap"):
+            engine = self.engine(num_gpu_blocks_override=SWAP_BLOCKS, preemption_mode=mode, swap_space=SWAP_GIB)
+            engine.executor.time_swaps(times)  # type: ignore[attr-defined]
+            found = self._round(engine, SWAP_JOBS)
+            engine.close()
+            swapped = sum(step[7] for step in found.pop("steps"))
+            row |= {f"{mode}_{name}": value for name, value in found.items()} | {"num_swapped_blocks": swapped}
+        took_ms = {what: sum(a.elapsed_time(b) for kind, a, b in times if kind == what) for what in ("bus", "wait")}
+        row |= {"bus_ms": took_ms["bus"], "wait_ms": took_ms["wait"], "num_copies": len(times) // 2}
+        row["hidden_share"] = 1 - took_ms["wait"] / took_ms["bus"]
+        self.say(f"swap: {row}")
+        return row
 
     def mixed_load(self, *, enforce_eager: bool = False) -> dict:
         """p99 of the time between tokens of 32 requests, undisturbed and while a 32k prompt is prefilled in chunks."""
@@ -270,15 +306,16 @@ def run_bench(on_progress: Callable[[str], None], on_rows: Callable[[dict[str, d
     bench = Bench(NANO_MODEL, on_progress)
     measure("nano", lambda: bench.throughput("nano", nano_jobs(), rounds=2))
     measure("nano_fp8", lambda: bench.throughput("nano, fp8 KV", nano_jobs(), rounds=2, kv_cache_dtype="fp8"))
+    measure("swap", bench.swapping)
     measure("mixed", bench.mixed_load)
     measure("graphs", lambda: bench.first_token_after_change(enforce_eager=False))
     measure("eager", lambda: bench.first_token_after_change(enforce_eager=True))
     measure("cold", cold_start)
+    measure("lost", bench.lost_bytes)
     large = Bench(LARGE_MODEL, on_progress)
     measure("large", lambda: large.throughput("256 × 512→256", [(512, 256)] * 256, rounds=2))
     measure("alone", lambda: large.throughput("1 × 512→256", [(512, 256)], rounds=2))
     del large.decoder
-    measure("lost", bench.lost_bytes)
     measure("nano_no_overlap", lambda: bench.throughput("nano, no overlap", nano_jobs(), overlap=False))
     measure("mixed_eager", lambda: bench.mixed_load(enforce_eager=True))
     return {**bench.steps, **large.steps}
@@ -306,6 +343,7 @@ def summarize(rows: dict[str, dict]) -> dict[str, dict]:
         "gpu_busy_share": at_least(value("nano", "gpu_busy_share"), 0.95, 0.98),
         "fp8_kv_vs_16_bit": at_least(ratio(value("nano_fp8", "output_tokens_per_s"), nano), 1.15, 1.35),
         "lost_bytes_200_reconfigurations": at_most(value("lost", "lost_bytes"), 0),
+        "swap_share_hidden": at_least(value("swap", "hidden_share"), 0.8, 0.95),
         "mixed_load_p99_ratio": at_most(value("mixed", "ratio"), 3.0, 2.0),
     }
 

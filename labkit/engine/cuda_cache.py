@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 
-from labkit.engine.cuda_swap import SwapLane
+from labkit.engine.cuda_swap import StagedRows, SwapLane, SwapTimes
 from labkit.engine.host_memory import swap_pool
 from labkit.errors import UnsupportedError
 from labkit.memory.labkit_rules import POOL_ALIGNMENT_BYTES, TOKEN_SCALED, blocks_in_pool
@@ -28,6 +28,8 @@ EIGHT_BIT = MappingProxyType(
     }
 )
 
+# Where the parts of a swapped block begin, for copies of 16 bytes a thread.
+ROW_ALIGNMENT_BYTES = 16
 # On the card for swapped blocks on their way, in each direction; a request of 1,000 tokens has about so much KV.
 STAGED_BYTES = 128 * 2**20
 
@@ -80,17 +82,35 @@ class CacheFormat:
         """Blocks that fit in an allocation of `num_bytes`, each part at an aligned start."""
         return blocks_in_pool(num_bytes, self.block_bytes, len(self._steps(0)))
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one block as it is swapped: all layers one after the other, each part at an aligned start."""
+        return sum(_aligned(size, ROW_ALIGNMENT_BYTES) for heads in self.heads for size in self._part_bytes(*heads))
+
     def num_staged(self, num_swap_blocks: int) -> int:
         """Blocks that may be on their way between card and host, in each direction."""
-        return min(num_swap_blocks, max(1, STAGED_BYTES // self.block_bytes))
+        return min(num_swap_blocks, max(1, STAGED_BYTES // self.row_bytes))
 
     def staged_bytes(self, num_swap_blocks: int) -> int:
         """Bytes on the card for blocks on their way."""
-        return 2 * self.pool_bytes(self.num_staged(num_swap_blocks)) if num_swap_blocks else 0
+        return 2 * self.num_staged(num_swap_blocks) * self.row_bytes
 
     def _steps(self, num_blocks: int) -> list[int]:
         sizes = [size * num_blocks for heads in self.heads for size in self._part_bytes(*heads)]
-        return [-(-size // POOL_ALIGNMENT_BYTES) * POOL_ALIGNMENT_BYTES for size in sizes]
+        return [_aligned(size, POOL_ALIGNMENT_BYTES) for size in sizes]
+
+    def carve_rows(self, rows: torch.Tensor) -> tuple[LayerCache, ...]:
+        """All layers' views over blocks as they are swapped, uint8 `[num_blocks, row_bytes]`."""
+        layers, start = [], 0
+        for num_kv_heads, head_dim in self.heads:
+            views = []
+            for number, size in enumerate(self._part_bytes(num_kv_heads, head_dim)):
+                kind, last = (self.storage, (head_dim,)) if number < 2 else (torch.float32, ())
+                shape = (self.block_size, num_kv_heads, *last)
+                views.append(rows[:, start : start + size].view(kind).unflatten(1, shape))
+                start += _aligned(size, ROW_ALIGNMENT_BYTES)
+            layers.append(LayerCache(*views))
+        return tuple(layers)
 
     def carve(self, flat: torch.Tensor, num_blocks: int) -> _Pool:
         """All layers' views over one allocation, which holds whatever was there before."""
@@ -167,8 +187,8 @@ class CudaKVCache:
         self.num_blocks = num_blocks
         self._pool = form.carve(memory, num_blocks)
         pinned = memory.is_cuda and num_swap_blocks > 0
-        host = swap_pool(form.pool_bytes(num_swap_blocks), pinned=pinned)
-        self._host = form.carve(host, num_swap_blocks)
+        host = swap_pool(form.row_bytes * num_swap_blocks, pinned=pinned)
+        self._host = host.view(num_swap_blocks, form.row_bytes)
         self.staged_bytes = form.staged_bytes(num_swap_blocks)
         self._lane = self._make_lane(form.num_staged(num_swap_blocks)) if num_swap_blocks else None
 
@@ -187,23 +207,30 @@ class CudaKVCache:
         """What the device pool lies in, for the next pool to lie in too."""
         return self._pool.flat
 
-    def swap(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> None:
+    def swap(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]], *, now: bool = True) -> None:
         """Copy blocks to the host pool, then host blocks back; pairs are (block, host block).
 
-        What is computed next waits for it on the device; the host goes on.
+        What is computed next waits for it on the device; the host goes on. With `now` false only what was to come back
+        before is there for the next computation, and what begins to come back here for the one after it.
         """
-        if not swap_out and not swap_in:
-            return
         if self._lane is None:
             self._swap_with_torch(swap_out, swap_in)
             return
+        self._lane.settle()
         self._lane.swap_out(swap_out)
         self._lane.swap_in(swap_in)
+        if now:
+            self._lane.settle()
 
     def finish_swaps(self) -> None:
         """Wait until no block is on its way; before the memory is given up."""
         if self._lane is not None:
             self._lane.finish()
+
+    def time_swaps(self, times: SwapTimes | None) -> None:
+        """Have the copies' events added to `times`; see `SwapLane`."""
+        if self._lane is not None:
+            self._lane.times = times
 
     def _make_lane(self, num_staged: int) -> SwapLane | None:
         """None where no kernel can run."""
@@ -211,9 +238,9 @@ class CudaKVCache:
 
         if not self.memory.is_cuda and not interpreting():
             return None
-        staged = torch.empty(self.staged_bytes, dtype=torch.uint8, device=self.memory.device)
-        leaving, coming = (self.form.carve(half, num_staged).layers for half in staged.chunk(2))
-        return SwapLane(self._pool.layers, self._host.layers, leaving, coming, num_staged)
+        staged = torch.empty(2, num_staged, self.form.row_bytes, dtype=torch.uint8, device=self.memory.device)
+        leaving, coming = (StagedRows(rows, self.form.carve_rows(rows)) for rows in staged)
+        return SwapLane(self._pool.layers, self._host, leaving, coming)
 
     def _swap_with_torch(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]]) -> None:
         if swap_out:
@@ -227,6 +254,10 @@ class CudaKVCache:
 
     def _pairs(self):
         """(device, host) tensors as bytes, so that indexing works for every element type."""
-        for layer, host in zip(self._pool.layers, self._host.layers, strict=True):
+        for layer, host in zip(self._pool.layers, self.form.carve_rows(self._host), strict=True):
             for ours, theirs in zip(layer.tensors(), host.tensors(), strict=True):
                 yield ours.view(torch.uint8), theirs.view(torch.uint8)
+
+
+def _aligned(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment

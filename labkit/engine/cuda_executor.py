@@ -20,7 +20,7 @@ from labkit_kernels.sampling import sample
 from labkit.engine.batch import ScheduledBatch
 from labkit.engine.cuda_attention import AttentionRows, CudaAttention
 from labkit.engine.cuda_cache import CacheFormat, CudaKVCache, cache_format
-from labkit.engine.cuda_forward import Forward, make_forward, why_eager
+from labkit.engine.cuda_forward import Forward, FusedForward, make_forward, why_eager
 from labkit.engine.cuda_graphs import StepGraphs, capture_stream
 from labkit.engine.cuda_inputs import (
     SlotTables,
@@ -34,6 +34,7 @@ from labkit.engine.cuda_inputs import (
 )
 from labkit.engine.cuda_memory import StepCosts, give_back, look_at, pool_of, with_blocks
 from labkit.engine.cuda_profile import PROMPT_SIZES, decode_sizes, prompt_step
+from labkit.engine.cuda_swap import SwapTimes
 from labkit.engine.sampler import penalize
 from labkit.engine.sequence import Sequence
 from labkit.engine.tensor_parallel import agreed_blocks
@@ -67,8 +68,10 @@ class _Allocated:
 
     @property
     def tables_bytes(self) -> int:
-        """Device bytes of block tables, inputs and the decode kernel's scratch."""
-        return self.tables.device.nbytes + self.staging.num_bytes + self.attention.num_bytes + self.last_tokens.nbytes
+        """Device bytes of block tables, inputs, the decode kernel's scratch and the fused kernels' rotary tables."""
+        rotary = self.forward.num_bytes if isinstance(self.forward, FusedForward) else 0
+        scratch = self.attention.num_bytes + rotary
+        return self.tables.device.nbytes + self.staging.num_bytes + self.last_tokens.nbytes + scratch
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ class CudaExecutor:
     def submit(self, batch: ScheduledBatch) -> PendingStep:
         """Queue a step without waiting; a negative token id stands for the last token of that sequence's slot."""
         memory = self._memory()
-        memory.cache.swap(batch.swap_out, batch.swap_in)
+        memory.cache.swap(batch.swap_out, batch.swap_in, now=_reads_what_comes(batch))
         if not batch.sequences:
             return PendingStep(torch.empty(0, dtype=torch.int64), [], None)
         _bring_tables(memory, batch)
@@ -191,6 +194,10 @@ class CudaExecutor:
             pending.done.synchronize()
         values = pending.tokens.tolist()
         return [values[row] for row in pending.rows]
+
+    def time_swaps(self, times: SwapTimes | None) -> None:
+        """Have the events of swapped blocks' copies added to `times`, until the plan changes; see `SwapLane`."""
+        self._memory().cache.time_swaps(times)
 
     def memory_parts(self) -> dict[str, int]:
         """See `Executor.memory_parts`."""
@@ -477,6 +484,12 @@ def _bring_tables(memory: _Allocated, batch: ScheduledBatch) -> None:
     for sequence, slot, block_table in zip(batch.sequences, batch.slots, batch.block_tables, strict=True):
         memory.tables.update(sequence, slot, block_table)
     memory.tables.send_changes()
+
+
+def _reads_what_comes(batch: ScheduledBatch) -> bool:
+    """Whether a sequence is computed in the step with which its blocks come back."""
+    coming = {block for block, _ in batch.swap_in}
+    return bool(coming) and any(table[0] in coming for table in batch.block_tables)
 
 
 def _swap_blocks(plan: MemoryPlan, form: CacheFormat) -> int:

@@ -207,6 +207,8 @@ class Scheduler:
         from_cache = sum(1 for block_id in hits if self.pool.is_cached(block_id))
         if not count or missing + from_cache + self._headroom(sequence) > self.pool.num_available:
             return False
+        # Its blocks travel while others are computed; it goes on with the next step.
+        count = 0 if sequence.swap_table and step.chosen else count
         for block_id in hits:
             self.pool.share(block_id)
         sequence.block_table = hits
@@ -215,7 +217,8 @@ class Scheduler:
             sequence.block_table = []
             return False
         self._enter(sequence, start, step)
-        step.choose(sequence, count)
+        if count:
+            step.choose(sequence, count)
         return True
 
     def _enter(self, sequence: Sequence, num_computed_tokens: int, step: BatchBuilder) -> None:
