@@ -35,11 +35,13 @@ class MemoryTimelineInfo:
 
     Attributes:
         total_bytes: of the card, or the budget of a run on a CPU.
+        origin: "measured", or "simulated" for a run on a virtual card.
     """
 
     name: str
     series: tuple[tuple[str, Thinned], ...]
     total_bytes: int
+    origin: str = "measured"
 
     def get(self, field: str) -> Thinned | None:
         """The series of a field, None where it was not measured."""
@@ -47,11 +49,14 @@ class MemoryTimelineInfo:
 
 
 def get_memory_timeline_info(record: RunRecord | None) -> MemoryTimelineInfo:
-    """The series of `record`."""
+    """The series of `record`; a run without samples, a simulated one for example, has the pool's account of each step."""
     if record is None:
         return MemoryTimelineInfo("", (), 0)
-    series = memory_series(record.memory_timeline)
-    return MemoryTimelineInfo(record.name, series, record.plan.breakdown.total_bytes)
+    block_bytes = record.plan.block_bytes
+    samples = record.memory_timeline or tuple(
+        MemorySample(step.start_s + step.duration_s, step.num_blocks_used * block_bytes) for step in record.steps
+    )
+    return MemoryTimelineInfo(record.name, memory_series(samples), record.plan.breakdown.total_bytes, record.origin)
 
 
 def memory_series(samples: Sequence[MemorySample]) -> tuple[tuple[str, Thinned], ...]:
@@ -100,9 +105,11 @@ def draw_memory_timeline(info: MemoryTimelineInfo, theme: str = "light") -> go.F
                                  "font": {"color": colors.muted}})  # fmt: skip
     highest = max(info.total_bytes, *(max(points.y) for _, points in info.series))
     figure.update_yaxes(title_text=f"memory ({unit})", range=[0, 1.1 * highest / divisor])
-    figure.update_xaxes(title_text="time (s)")
+    figure.update_xaxes(title_text="time (s)", rangemode="tozero")
     figure.update_layout(
-        margin={"t": 64}, legend={"entrywidth": 0.5, "entrywidthmode": "fraction", "font": {"size": 11}}
+        margin={"t": 64},
+        showlegend=True,
+        legend={"entrywidth": 0.5, "entrywidthmode": "fraction", "font": {"size": 11}},
     )
     return figure
 
@@ -120,7 +127,7 @@ def caption(info: MemoryTimelineInfo) -> str:
         f"{TITLES[field]} at most {fmt.memory_with_share(max(points.y), info.total_bytes)}"
         for field, points in drawn(info.series)
     )
-    text = f"{text[0].upper()}{text[1:]}."
+    text = f"Simulated: {text}." if info.origin == "simulated" else f"{text[0].upper()}{text[1:]}."
     reserved, allocated = info.get("reserved_bytes"), info.get("allocated_bytes")
     if reserved and allocated:
         idle = reserved.y[-1] - allocated.y[-1]

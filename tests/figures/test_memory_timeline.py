@@ -51,8 +51,25 @@ def test_a_series_without_some_values_has_the_others():
     assert found.get("reserved_bytes") is None
 
 
-def test_without_samples_there_is_a_sentence():
-    for empty in (memory_timeline.get_memory_timeline_info(None), info()):
+def test_a_simulated_run_has_the_blocks_of_its_steps_and_says_so():
+    """Step by step, at the step's end: blocks in use times the bytes of one."""
+    record = dataclasses.replace(sample_record(), origin="simulated", memory_timeline=())
+    found = memory_timeline.get_memory_timeline_info(record)
+    assert [field for field, _ in found.series] == ["kv_used_bytes"]
+    most = max(step.num_blocks_used for step in record.steps) * record.plan.block_bytes
+    last = record.steps[-1]
+    points = found.get("kv_used_bytes")
+    assert max(points.y) == most > 0
+    assert (points.x[-1], points.y[-1]) == (
+        last.start_s + last.duration_s, last.num_blocks_used * record.plan.block_bytes,
+    )  # fmt: skip
+    assert [trace.name for trace in memory_timeline.draw_memory_timeline(found).data] == ["KV that requests hold"]
+    assert memory_timeline.caption(found).startswith("Simulated: KV that requests hold at most ")
+
+
+def test_without_samples_and_steps_there_is_a_sentence():
+    without = dataclasses.replace(sample_record(), memory_timeline=(), steps=())
+    for empty in (memory_timeline.get_memory_timeline_info(record) for record in (None, without)):
         assert "no memory was recorded" in memory_timeline.draw_memory_timeline(empty).layout.annotations[0].text
         assert memory_timeline.caption(empty) == "No memory was recorded over the run."
         assert memory_timeline.table(empty).rows == ()
