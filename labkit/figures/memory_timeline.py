@@ -49,7 +49,7 @@ class MemoryTimelineInfo:
 
 
 def get_memory_timeline_info(record: RunRecord | None) -> MemoryTimelineInfo:
-    """The series of `record`; a run without samples, a simulated one for example, has the pool's account of each step."""
+    """The series of `record`; a run without samples, such as a simulated one, has the account of its pool."""
     if record is None:
         return MemoryTimelineInfo("", (), 0)
     block_bytes = record.plan.block_bytes
