@@ -55,6 +55,11 @@ class FusedForward:
         self._act = _GATED[decoder.spec.hidden_act]
         self._rotaries = _rotaries(decoder)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rotary tables as the kernels read them."""
+        return sum(table.nbytes for table in {id(one.cos_sin): one.cos_sin for one in self._rotaries}.values())
+
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         decoder, weights, eps = self._decoder, self._decoder.weights, self._decoder.spec.rms_norm_eps
         residual = decoder.embed(token_ids)

@@ -40,7 +40,7 @@ def formulas_vllm(
         "outside": f"in use before the engine's first snapshot = {memory(rank.outside_bytes)}",
         "block_tables": f"4 B × {count(config.max_num_seqs)} requests × blocks of {count(config.max_model_len)} tokens",
     }
-    return texts | _layout_texts(rank.layout, capacity.num_blocks) | {"tokens": _tokens_text(config, rules, capacity)}
+    return texts | layout_texts(rank.layout, capacity.num_blocks) | {"tokens": _tokens_text(config, rules, capacity)}
 
 
 def formulas_labkit(
@@ -60,7 +60,7 @@ def formulas_labkit(
         "cuda_graphs": "no CUDA graphs on a CPU",
         "outside": "the budget is the engine's alone",
     }
-    return texts | _layout_texts(layout, num_blocks)
+    return texts | layout_texts(layout, num_blocks)
 
 
 def rank_details(rank: RankPlan) -> dict[str, Any]:
@@ -97,7 +97,8 @@ def group_details(layout: KvLayout) -> tuple[dict[str, Any], ...]:
     )
 
 
-def _layout_texts(layout: KvLayout, num_blocks: int) -> dict[str, str]:
+def layout_texts(layout: KvLayout, num_blocks: int) -> dict[str, str]:
+    """One block, and how many, in words."""
     if not layout.groups:
         return {"block": "no layer keeps KV"}
     kinds = ", ".join(
@@ -170,10 +171,10 @@ def notes_vllm(
             f"max_model_len is over the model's {count(model.max_position_embeddings)} positions: vLLM refuses it "
             "unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
         )
-    return (*notes, *_card_notes(model, gpu, config))
+    return (*notes, *card_notes(model, gpu, config))
 
 
-def _card_notes(model: ModelSpec, gpu: GpuSpec, config: EngineConfig) -> list[str]:
+def card_notes(model: ModelSpec, gpu: GpuSpec, config: EngineConfig) -> list[str]:
     """What the card's generation does not do."""
     if gpu.compute_capability is None:
         return []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from labkit.errors import UnknownNameError
 from labkit.format import gib
 from labkit.memory.budget import late_growth_bytes
 from labkit.memory.calibration import calibration_of, log_config
 from labkit.memory.capacity import Capacity, binding_rank, capacity_of, judge
+from labkit.memory.card_plan import plan_card
 from labkit.memory.dtypes import compute_dtype
 from labkit.memory.explain import (
     binding_limit,
@@ -20,10 +19,7 @@ from labkit.memory.explain import (
 )
 from labkit.memory.labkit_rules import (
     block_tables_bytes,
-    blocks_in_pool,
     engine_parts,
-    pool_bytes,
-    pool_tensors,
     scratch_bytes,
 )
 from labkit.memory.logs.record import LogRecord
@@ -32,6 +28,7 @@ from labkit.memory.resolve import resolve_config
 from labkit.memory.rules import VersionRules, vllm_rules
 from labkit.memory.sglang import plan_sglang
 from labkit.memory.stages import GIB, Calibration, Overrides, RankPlan, plan_ranks
+from labkit.memory.supported import card_lacks
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_spec import ModelSpec
@@ -58,7 +55,7 @@ def plan(
         gpu: a card; one with `is_cpu` makes labkit's engine plan its CPU executor.
         config: the knobs; None means all defaults.
         engine: "labkit", "vllm" or "sglang".
-        engine_version: vLLM's version; labkit's engine on a GPU follows the same version's budget.
+        engine_version: vLLM's version; labkit's engine on a GPU takes that version's defaults.
         calibration: the constants of a host, or one of its start-up logs (of this model) to take them from.
         overrides: parts that are known better than the formulas give them.
 
@@ -84,7 +81,10 @@ def plan(
         its_config = log_config(calibration, its_rules.utilization)
         its_plan = _plan_vllm(model, gpu, its_config, its_rules, engine, Calibration(), Overrides())
         calibration = calibration_of(calibration, its_plan)
-    return _plan_vllm(model, gpu, config, rules, engine, calibration or Calibration(), overrides)
+    calibration = calibration or Calibration()
+    if engine == "labkit" and not card_lacks(model, config):
+        return plan_card(model, gpu, config, rules, calibration, overrides)
+    return _plan_vllm(model, gpu, config, rules, engine, calibration, overrides)
 
 
 def _plan_vllm(
@@ -98,8 +98,6 @@ def _plan_vllm(
 ) -> MemoryPlan:
     resolved = resolve_config(model, gpu, config, rules)
     ranks = plan_ranks(model, gpu, resolved, rules, overrides, calibration)
-    if engine == "labkit":
-        ranks = [_own_pool(rank, model, resolved, overrides) for rank in ranks]
     binding = binding_rank(ranks)
     rank = ranks[binding]
     num_blocks = resolved.num_gpu_blocks_override or rank.num_blocks
@@ -115,7 +113,7 @@ def _plan_vllm(
         max_model_len_that_fits=capacity.largest_length, verdict=verdict, margin_bytes=capacity.margin_bytes,
         binding_limit=binding_limit(resolved, ranks, binding, capacity),
         formulas=formulas_vllm(model, resolved, rules, rank, capacity),
-        notes=notes_vllm(model, gpu, resolved, rules, rank, calibration),
+        notes=(*_lacking(engine, model, config), *notes_vllm(model, gpu, resolved, rules, rank, calibration)),
         details={
             "ranks": tuple(rank_details(entry) for entry in ranks), "binding_rank": binding,
             "needed_bytes": capacity.needed_bytes, "available_bytes": capacity.available_bytes,
@@ -123,15 +121,10 @@ def _plan_vllm(
     )  # fmt: skip
 
 
-def _own_pool(rank: RankPlan, model: ModelSpec, config: EngineConfig, overrides: Overrides) -> RankPlan:
-    """`rank` with the pool as labkit's executor takes it: graphs are charged as they are, and see `pool_bytes`."""
-    available, tensors = rank.available_kv_bytes, pool_tensors(model, config.kv_cache_dtype)
-    if config.kv_cache_memory_bytes is None and overrides.available_kv_bytes is None:
-        available += rank.graphs_reserved_bytes - rank.cuda_graphs_bytes
-    num_blocks = blocks_in_pool(pool_bytes(max(0, available)), rank.layout.block_bytes, tensors)
-    return replace(
-        rank, available_kv_bytes=available, graphs_reserved_bytes=rank.cuda_graphs_bytes, num_blocks=num_blocks
-    )
+def _lacking(engine: str, model: ModelSpec, config: EngineConfig) -> tuple[str, ...]:
+    """Why labkit's engine is planned by vLLM's rules."""
+    lacks = card_lacks(model, config) if engine == "labkit" else []
+    return (f"labkit's engine lacks {', '.join(lacks)}, so this is planned by vLLM's rules",) if lacks else ()
 
 
 def _verdict(

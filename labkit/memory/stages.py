@@ -52,6 +52,7 @@ class Overrides:
         total_bytes, free_bytes: of one card.
         available_kv_bytes: of one rank; then no other part matters for capacity.
         weights_bytes, activation_bytes, non_torch_bytes, cuda_graphs_bytes: of one rank.
+        tables_bytes: of one rank of labkit's engine: block tables and what else stays for all steps.
     """
 
     total_bytes: int | None = None
@@ -61,6 +62,7 @@ class Overrides:
     activation_bytes: int | None = None
     non_torch_bytes: int | None = None
     cuda_graphs_bytes: int | None = None
+    tables_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class RankPlan:
         available_kv_bytes: what is left for the pool; negative when nothing is.
         layout: pages, groups and block bytes.
         num_blocks: blocks that fit on this rank alone.
+        tables_bytes: block tables and what else stays for all steps, of labkit's engine.
         uncertainty_bytes: ± of each part.
     """
 
@@ -112,6 +115,7 @@ class RankPlan:
     layout: KvLayout
     num_blocks: int
     uncertainty_bytes: dict[str, int] = field(default_factory=dict)
+    tables_bytes: int = 0
 
 
 def rank_layout(
