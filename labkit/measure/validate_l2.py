@@ -1,7 +1,7 @@
 """Compares the simulated L2 with counters of the card that is here; usage: python -m labkit.measure.validate_l2 OUT.
 
-Counts every point in this process, some of them under ncu too, fits what counts of the L2 to the counts, and writes the
-table with the bars that it is held to. One card, about three minutes.
+Counts every point in this process, some of them under ncu too, fits what counts of the L2 to the counts, holds the fit
+against launches that it has not seen, and writes the table with its bars. One card, about three minutes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from labkit.errors import LabkitError
@@ -21,7 +21,7 @@ from labkit.measure.counters import CORE_METRICS, mean_metrics, to_counters
 from labkit.measure.cupti import CountersUnavailable
 from labkit.measure.l2_calibration import L2Calibration, load_l2_calibration
 from labkit.measure.l2_fit import Compared, compare, error_bars, fit
-from labkit.measure.l2_points import NCU_POINTS, UNPACKED, Point, points
+from labkit.measure.l2_points import NCU_POINTS, UNPACKED, Point, points, unseen_points
 from labkit.measure.l2_simulator import simulate_attention
 from labkit.measure.ncu import run_ncu
 from labkit.measure.replay import KERNELS, NUM_LAUNCHES, replay_command
@@ -44,33 +44,61 @@ def simulation_time_s(gpu: GpuSpec) -> float:
     return max(spent)
 
 
-def summary(
-    compared: Sequence[Compared],
-    agreement: Sequence[tuple[float, float]],
-    simulation_s: float | None = None,
-    count_s: float | None = None,
-) -> dict[str, dict[str, Any]]:
-    """The bars: at least 60 points, hit rate within 3 points mean and 8 worst, DRAM bytes within 5 % mean; both
-    measuring methods within 1 point and 2 % of bytes of each other; a decode step simulated in 0.2 s of a core and a
-    launch counted in less than a second."""
+@dataclass(frozen=True)
+class Validation:
+    """All that was counted and simulated on one card.
+
+    Attributes:
+        compared: the grid, to which `calibration` was fitted; `unseen`: launches that the fit has not seen.
+        refused: rows for what the card did not let count.
+        simulation_s: of one core, for a decode step of 64 × 4096; `count_s`: median of counting a launch.
+        ncu: counters of some points under ncu, by name; `ncu_refused`: why there are none.
+    """
+
+    gpu: GpuSpec
+    compared: tuple[Compared, ...]
+    unseen: tuple[Compared, ...]
+    calibration: L2Calibration
+    refused: tuple[dict[str, Any], ...] = ()
+    simulation_s: float | None = None
+    count_s: float | None = None
+    ncu: Mapping[str, Counters] = field(default_factory=dict)
+    ncu_refused: str = "not asked yet"
+
+    @property
+    def by_both(self) -> tuple[tuple[str, Counters, Counters], ...]:
+        """Name, CUPTI's counters and ncu's of each point that both counted."""
+        here = {each.point.name: each.counted for each in self.compared}
+        return tuple((name, here[name], other) for name, other in self.ncu.items() if name in here)
+
+
+def summary(found: Validation) -> dict[str, dict[str, Any]]:
+    """The bars: at least 60 points; hit rate within 3 points mean and 8 worst and DRAM bytes within 5 % mean, for
+    launches that the fit has not seen too; both measuring methods within 1 point and 2 % of bytes of each other; a
+    decode step simulated in 0.2 s of a core and a launch counted in less than a second."""
+    hits = [100 * abs(other.l2_hit_rate - here.l2_hit_rate) for _, here, other in found.by_both]
+    volumes = [100 * abs(other.dram_bytes / here.dram_bytes - 1) for _, here, other in found.by_both]
     return {
-        "points": at_least(len(compared), 60),
-        **error_bars(compared),
-        "methods_hit_rate_differ_points": at_most(max((abs(a) for a, _ in agreement), default=None), 1),
-        "methods_dram_bytes_differ_percent": at_most(max((abs(b) for _, b in agreement), default=None), 2),
-        "simulated_decode_64x4096_cpu_s": at_most(simulation_s, 0.2),
-        "counted_launch_median_s": at_most(count_s, 1.0),
+        "points": at_least(len(found.compared), 60),
+        **error_bars(found.compared),
+        **{f"unseen_{name}": entry for name, entry in error_bars(found.unseen).items()},
+        "methods_hit_rate_differ_points": at_most(max(hits, default=None), 1),
+        "methods_dram_bytes_differ_percent": at_most(max(volumes, default=None), 2),
+        "simulated_decode_64x4096_cpu_s": at_most(found.simulation_s, 0.2),
+        "counted_launch_median_s": at_most(found.count_s, 1.0),
     }
 
 
-def count_all(gpu: GpuSpec) -> tuple[list[tuple[Point, Counters]], list[dict[str, Any]], list[float]]:
+def count_all(
+    gpu: GpuSpec, asked: Sequence[Point]
+) -> tuple[list[tuple[Point, Counters]], list[dict[str, Any]], list[float]]:
     """Counters of every point that the card lets count, rows for those that it does not, and seconds of each count."""
     import torch
 
     from labkit.measure.kernel_launches import CardCounter
 
     counter, counted, refused, seconds = CardCounter(REPEATS, CORE_METRICS), [], [], []
-    for point in points():
+    for point in asked:
         begin = time.perf_counter()
         try:
             result = counter.count(point.shape, gpu, point.variant)
@@ -112,46 +140,43 @@ def validate(out: str) -> int:
     from labkit.specs.gpu_loading import load_gpu
 
     gpu = load_gpu("auto")
-    counted, refused, seconds = count_all(gpu)
+    counted, refused, seconds = count_all(gpu, points())
+    others, more_refused, _ = count_all(gpu, unseen_points())
     calibration = fit(gpu, counted) if counted else load_l2_calibration(gpu)
-    compared = compare(gpu, counted, calibration, measure_ceilings())
-    times = (simulation_time_s(gpu), statistics.median(seconds) if seconds else None)
-    _write(out, gpu, compared, calibration, refused, times, {}, "not asked yet")
-    others, why_not = count_with_ncu(gpu, NCU_POINTS)
-    bars = _write(out, gpu, compared, calibration, refused, times, others, why_not)
+    ceilings = measure_ceilings()
+    compared, unseen = (compare(gpu, launches, calibration, ceilings) for launches in (counted, others))
+    found = Validation(
+        gpu, compared, unseen, calibration, (*refused, *more_refused), simulation_time_s(gpu),
+        statistics.median(seconds) if seconds else None,
+    )  # fmt: skip
+    write_validation(out, found)
+    by_ncu, why_not = count_with_ncu(gpu, NCU_POINTS)
+    bars = write_validation(out, replace(found, ncu=by_ncu, ncu_refused=why_not))
     for name, entry in bars.items():
         print(f"{name}: {entry['value']} {'met' if entry['ok'] else 'missed'}")
     return 0 if all(entry["ok"] for entry in bars.values()) else 1
 
 
-def _write(
-    out: str, gpu: GpuSpec, compared: Sequence[Compared], calibration: L2Calibration, refused: list[dict[str, Any]],
-    times: tuple[float | None, float | None], others: Mapping[str, Counters], why_not: str,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+def write_validation(out: str, found: Validation) -> dict[str, dict[str, Any]]:
     """The table with its bars, which are returned."""
-    by_name = {each.point.name: each.counted for each in compared}
-    both = [(by_name[name], other) for name, other in others.items() if name in by_name]
-    agreement = [
-        (100 * (other.l2_hit_rate - here.l2_hit_rate), 100 * (other.dram_bytes / here.dram_bytes - 1))
-        for here, other in both
-    ]
-    rows = [
-        {"name": each.point.name, "variant": each.point.variant, "kv_bytes": each.point.shape.kv_bytes,
-         "roofline": asdict(each.roofline),
-         "counted": asdict(each.counted), "simulated": asdict(each.simulated), "hit_error_points": each.hit_error,
-         "dram_bytes_error_percent": each.bytes_error}
-        for each in compared
-    ]  # fmt: skip
-    twice = [
-        {"name": name, "cupti": asdict(by_name[name]) if name in by_name else None, "ncu": asdict(other)}
-        for name, other in others.items()
-    ]
-    bars = summary(compared, agreement, *times)
+    both = [{"name": name, "cupti": asdict(here), "ncu": asdict(other)} for name, here, other in found.by_both]
+    bars = summary(found)
     write_results(
-        out, command="python -m labkit.measure.validate_l2 results/counters.json", rows=rows, summary=bars,
-        card=gpu.name, calibration=asdict(calibration), refused=refused, both_methods=twice, ncu_refused=why_not,
+        out, command="python -m labkit.measure.validate_l2 results/counters.json", summary=bars, card=found.gpu.name,
+        rows=[_row(each) for each in found.compared], unseen=[_row(each) for each in found.unseen],
+        calibration=asdict(found.calibration), refused=list(found.refused), both_methods=both,
+        ncu_refused=found.ncu_refused,
     )  # fmt: skip
     return bars
+
+
+def _row(each: Compared) -> dict[str, Any]:
+    point = each.point
+    return {
+        "name": point.name, "variant": point.variant, "group": point.group, "kv_bytes": point.shape.kv_bytes,
+        "roofline": asdict(each.roofline), "counted": asdict(each.counted), "simulated": asdict(each.simulated),
+        "hit_error_points": each.hit_error, "dram_bytes_error_percent": each.bytes_error,
+    }  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

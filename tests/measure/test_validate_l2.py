@@ -10,7 +10,7 @@ import pytest
 
 from labkit.measure import l2_fit, validate_l2
 from labkit.measure.l2_calibration import L2Calibration, load_l2_calibration
-from labkit.measure.l2_points import NCU_POINTS, UNPACKED, points
+from labkit.measure.l2_points import NCU_POINTS, UNPACKED, points, unseen_points
 from labkit.measure.l2_simulator import simulate_attention
 from labkit.measure.ncu import NcuKernel
 from labkit.measure.roofline import Ceilings
@@ -53,31 +53,49 @@ def test_bars():
     point = points()[0]
     simulated = Counters("simulated", "H200", 0.50, 104.0, 1.0, 1.0)
     counted = Counters("measured", "H200", 0.46, 100.0, 1.0, 1.0)
-    compared = [l2_fit.Compared(point, counted, simulated, None)] * 60
-    bars = validate_l2.summary(compared, [(0.5, -1.0)], 0.1, 0.3)
+    worse = dataclasses.replace(counted, l2_hit_rate=0.41)
+    compared = (l2_fit.Compared(point, counted, simulated, None),) * 60
+    unseen = (*compared[:2], l2_fit.Compared(point, worse, simulated, None))
+    by_ncu = {point.name: dataclasses.replace(counted, l2_hit_rate=0.465, dram_bytes=99.0)}
+    found = validate_l2.Validation(H200, compared, unseen, L2Calibration(), (), 0.1, 0.3, by_ncu, "")
+    bars = validate_l2.summary(found)
     values = {name: entry["value"] for name, entry in bars.items()}
     assert values == {
         "points": 60, "hit_rate_mean_error_points": pytest.approx(4), "hit_rate_worst_error_points": pytest.approx(4),
-        "dram_bytes_mean_error_percent": pytest.approx(4), "methods_hit_rate_differ_points": 0.5,
-        "methods_dram_bytes_differ_percent": 1.0, "simulated_decode_64x4096_cpu_s": 0.1, "counted_launch_median_s": 0.3,
+        "dram_bytes_mean_error_percent": pytest.approx(4),
+        "unseen_hit_rate_mean_error_points": pytest.approx(17 / 3),
+        "unseen_hit_rate_worst_error_points": pytest.approx(9),
+        "unseen_dram_bytes_mean_error_percent": pytest.approx(4),
+        "methods_hit_rate_differ_points": pytest.approx(0.5), "methods_dram_bytes_differ_percent": pytest.approx(1.0),
+        "simulated_decode_64x4096_cpu_s": 0.1, "counted_launch_median_s": 0.3,
     }  # fmt: skip
-    assert [name for name, entry in bars.items() if not entry["ok"]] == ["hit_rate_mean_error_points"]
-    assert not any(entry["ok"] for entry in validate_l2.summary([], []).values())
+    missed = {"hit_rate_mean_error_points", "unseen_hit_rate_mean_error_points", "unseen_hit_rate_worst_error_points"}
+    assert {name for name, entry in bars.items() if not entry["ok"]} == missed
+    nothing = validate_l2.summary(validate_l2.Validation(H200, (), (), L2Calibration()))
+    assert not any(entry["ok"] for entry in nothing.values())
 
 
 def test_the_table_is_written_and_misses_are_kept(monkeypatch, tmp_path, sensitive):
+    """The fit is to the grid alone; what it has not seen is simulated by it."""
     monkeypatch.setattr("labkit.specs.gpu_loading.load_gpu", lambda name: H200)
     monkeypatch.setattr(validate_l2, "measure_ceilings", lambda: Ceilings(4.5e12, 9e14, "measured (test)"))
     monkeypatch.setattr(l2_fit, "CAPACITY_SHARES", (0.5,))
-    counted = made(sensitive, H200, L2Calibration(0.5, 16))
-    monkeypatch.setattr(validate_l2, "count_all", lambda gpu: (counted, [{"name": "x", "error": "y"}], [0.3]))
+    counted, unseen = made(sensitive, H200, L2Calibration(0.5, 16)), made(unseen_points()[:2], H200, L2Calibration(0.9))
+
+    def count_all(gpu, asked):
+        is_grid = asked == points()
+        return (counted, [{"name": "x", "error": "y"}], [0.3]) if is_grid else (unseen, [], [9.0])
+
+    monkeypatch.setattr(validate_l2, "count_all", count_all)
     monkeypatch.setattr(validate_l2, "count_with_ncu", lambda gpu, names: ({}, "no ncu"))
     out = tmp_path / "counters.json"
     assert validate_l2.main([str(out)]) == 1
     content = json.loads(out.read_text())
     assert len(content["rows"]) == len(sensitive)
+    assert [row["name"] for row in content["unseen"]] == [point.name for point, _ in unseen]
     assert content["refused"] == [{"name": "x", "error": "y"}]
     assert content["summary"]["points"]["ok"] is False
+    assert content["summary"]["counted_launch_median_s"]["value"] == 0.3
     assert content["calibration"]["capacity_share"] == 0.5
     roof = content["rows"][0]["roofline"]
     assert roof["ceilings"]["source"] == "measured (test)"
@@ -85,19 +103,18 @@ def test_the_table_is_written_and_misses_are_kept(monkeypatch, tmp_path, sensiti
     assert (content["both_methods"], content["ncu_refused"]) == ([], "no ncu")
 
 
-def test_both_methods_are_compared(monkeypatch, tmp_path, sensitive):
+def test_both_methods_are_compared(tmp_path, sensitive):
     counted = made(sensitive, H200, L2Calibration(0.5, 16))
     point, here = counted[0]
     other = dataclasses.replace(here, l2_hit_rate=here.l2_hit_rate - 0.004, dram_bytes=1.01 * here.dram_bytes)
     compared = l2_fit.compare(H200, counted, L2Calibration(0.5, 16))
+    found = validate_l2.Validation(H200, compared, (), L2Calibration(), ncu={point.name: other, "gone": other})
     out = tmp_path / "counters.json"
-    bars = validate_l2._write(
-        str(out), H200, compared, L2Calibration(), [], (0.1, 0.3), {point.name: other, "gone": other}, ""
-    )
+    bars = validate_l2.write_validation(str(out), found)
     assert bars["methods_hit_rate_differ_points"]["value"] == pytest.approx(0.4)
     assert bars["methods_dram_bytes_differ_percent"]["value"] == pytest.approx(1)
     twice = json.loads(out.read_text())["both_methods"]
-    assert [(each["name"], each["cupti"] is None) for each in twice] == [(point.name, False), ("gone", True)]
+    assert [(each["name"], each["ncu"]["dram_bytes"]) for each in twice] == [(point.name, other.dram_bytes)]
 
 
 def test_ncu_counts_all_its_points_in_one_process(monkeypatch):
@@ -125,14 +142,9 @@ def test_what_was_counted_on_an_h200_is_still_what_is_simulated():
     card, counted = l2_fit.read_counted(ROOT / "results" / "counters.json")
     assert card == H200.name
     compared = l2_fit.compare(H200, counted, load_l2_calibration(H200))
-    bars = validate_l2.summary(compared, [])
-    for name in (
-        "points",
-        "hit_rate_mean_error_points",
-        "hit_rate_worst_error_points",
-        "dram_bytes_mean_error_percent",
-    ):
-        assert bars[name]["ok"], (name, bars[name])
+    assert len(compared) >= 60
+    bars = l2_fit.error_bars(compared)
+    assert all(entry["ok"] for entry in bars.values()), bars
 
 
 def test_the_page_is_made_of_the_results():
