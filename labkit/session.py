@@ -12,7 +12,8 @@ from labkit.experiments.lab_session import LabSession
 from labkit.experiments.worker import OnEvent
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
-from labkit.specs import preset, preset_traffic
+from labkit.specs import name_of, preset, preset_traffic
+from labkit.specs.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from labkit.experiments.search import SearchResult
@@ -57,6 +58,30 @@ class Session(LabSession):
         """
         records, _ = sweep(self, grid, on_event=on_event, **settings)
         return records
+
+    def simulate(
+        self, config: EngineConfig | None = None, on_event: OnEvent | None = None, *, name: str = "", **changes: Any
+    ) -> RunRecord:
+        """Serve the traffic on a virtual card: the real scheduler and block pool, step times from a model.
+
+        The record is kept as a run is, with origin "simulated". Arguments as for `run`; `cancel()` ends it as well.
+
+        Raises:
+            DoesNotFitError: the plan refuses the settings; says what would work.
+            UnsupportedError: the session's card is a CPU.
+            WorkerError: the session is running already, or has no traffic.
+        """
+        from labkit.experiments.session_simulate import simulate_session
+
+        config = self._config(config, changes)
+        with self._only_one():
+            record = simulate_session(
+                self, config, name=name or name_of(config, self.config), on_event=on_event or (lambda event: None),
+                is_cancelled=lambda: self.is_cancelled,
+            )  # fmt: skip
+            self._records.append(record)
+            self.store.save(record)
+        return record
 
     def search(self, space: Mapping[str, Sequence[Any]], **settings: Any) -> SearchResult:
         """Find the best settings in a few launches; see `labkit.experiments.session_search.search_session`.

@@ -6,7 +6,8 @@ import dataclasses
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -165,18 +166,29 @@ class LabSession:
             StoreError: the run could not be stored; it is in `records()`, and `save` tries again.
         """
         tell = on_event or _ignore
+        with self._only_one():
+            try:
+                config = self._config(config, changes)
+                job = self._job(config, workload, options, tell)
+                record = _blank_record(job, config, name or name_of(config, self.config))
+                log = _RunLog(self.store if keep else None, record, tell)
+                return self._carry_out(job, log, self._records if keep else [], tell)
+            except LabkitError as error:
+                tell(error_event(error))
+                raise
+
+    @contextmanager
+    def _only_one(self) -> Iterator[None]:
+        """One run at a time; a Cancel of an earlier one is forgotten.
+
+        Raises:
+            WorkerError: a run goes on.
+        """
         if not self._running.acquire(blocking=False):
             raise WorkerError("this session is running already", works="waiting for it, or Cancel")
         try:
             self._cancel.clear()
-            config = self._config(config, changes)
-            job = self._job(config, workload, options, tell)
-            record = _blank_record(job, config, name or name_of(config, self.config))
-            log = _RunLog(self.store if keep else None, record, tell)
-            return self._carry_out(job, log, self._records if keep else [], tell)
-        except LabkitError as error:
-            tell(error_event(error))
-            raise
+            yield
         finally:
             self._running.release()
 

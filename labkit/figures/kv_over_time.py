@@ -83,6 +83,7 @@ def draw_kv_over_time(info: KvOverTimeInfo, theme: str = "light") -> go.Figure:
                                  "font": {"color": colors.muted}})  # fmt: skip
     figure.update_yaxes(title_text=f"KV cache ({unit})", range=[0, 1.12 * info.pool_bytes / divisor], row=1, col=1)
     figure.update_yaxes(title_text="requests", rangemode="tozero", row=2, col=1)
+    figure.update_xaxes(rangemode="tozero")
     figure.update_xaxes(title_text="time (s)", row=2, col=1)
     figure.update_layout(legend2={"orientation": "h", "y": 0.33, "yanchor": "bottom", "x": 1, "xanchor": "right"})
     return figure

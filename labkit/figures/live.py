@@ -108,6 +108,7 @@ def draw_live(info: LiveInfo, theme: str = "light") -> go.Figure:
     figure.update_yaxes(range=[0, 104], row=3, col=1)
     if info.memory:
         _add_memory(figure, info, theme)
+    figure.update_xaxes(rangemode="tozero")
     figure.update_xaxes(title_text="time (s)", row=rows, col=1)
     figure.update_layout(margin={"t": 16}, legend={"y": 1 - 1.08 / rows, "x": 1, "xanchor": "right"})
     return figure

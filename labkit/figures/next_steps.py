@@ -106,6 +106,8 @@ def get_next_steps_info(knob: Knob, plan: MemoryPlan, config: EngineConfig, plan
     """
     steps = []
     for direction, value in neighbours(knob, getattr(plan.config, knob.name)).items():
+        if value == getattr(config, knob.name):
+            continue
         try:
             after = plan_of(config.replace(**{knob.name: value}))
         except LabkitError as error:

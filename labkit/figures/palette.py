@@ -126,6 +126,7 @@ def template(name: str) -> go.layout.Template:
             "yaxis": axis,
             "title": {"x": 0, "xanchor": "left", "font": {"size": 14}},
             "separators": ".,",
+            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": theme.muted, "activecolor": theme.text},
             "dragmode": "zoom",
         }
     )

@@ -82,8 +82,9 @@ def draw_requests(info: RequestsInfo, theme: str = "light", narrow: bool = False
                 ),
                 **place,
             )
-        figure.update_xaxes(title_text=unit, rangemode="tozero", **place)
-    figure.update_yaxes(range=[0, 101], title_text="% of values")
+        figure.update_xaxes(title_text=f"time ({unit})", rangemode="tozero", **place)
+        what = "tokens" if metric == "inter_token_s" else "requests"
+        figure.update_yaxes(range=[0, 101], title_text=f"% of {what}", **place)
     figure.update_layout(legend={"y": 1.05 if narrow else 1.14})
     return figure
 

@@ -28,6 +28,7 @@ class RunRow:
     status: str
     summary: RunSummary
     settings: str
+    origin: str
     baseline: RunSummary | None = None
 
 
@@ -64,7 +65,7 @@ def get_run_table_info(
     varied = varied_knobs(records)
     rows = tuple(
         RunRow(record.run_id, record.name, record.status, summarize(record), settings_words(record.config, varied),
-               base if at != index else None)
+               record.origin, base if at != index else None)
         for at, record in enumerate(records)
     )  # fmt: skip
     return RunTableInfo(rows, index, (*(() if index is None else (index,)), *on_top))
@@ -106,7 +107,7 @@ def _texts(row: RunRow) -> list[str]:
     base = _numbers(row.baseline) if row.baseline else (None,) * 5
     return [
         plain(row.name, 60),
-        row.status,
+        row.status if row.origin == "measured" else f"{row.status}, {row.origin}",
         fmt.number(rate) + _delta(base[0], rate, fmt.number, higher_is_better=True),
         fmt.duration(first) + _delta(base[1], first, fmt.duration, higher_is_better=False),
         fmt.duration(between) + _delta(base[2], between, fmt.duration, higher_is_better=False),

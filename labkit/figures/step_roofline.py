@@ -23,7 +23,8 @@ BOUND_COLORS = {
 # Room between the two for the title of the axis above.
 NARROW_HEIGHT = 600
 NOTHING = (
-    "Nothing to place on a roofline yet: it takes a run, or traffic to simulate, on a card whose figures are known."
+    "Nothing to place on a roofline: it takes a run, or traffic to simulate, on a card whose figures are known, and a "
+    "CPU is none. A session with gpu='A10', say, simulates them there."
 )
 
 

@@ -206,11 +206,11 @@ _WORDS: Mapping[str, Callable[[Any], str]] = MappingProxyType(
 
 
 def name_of(config: EngineConfig, baseline: EngineConfig | None = None) -> str:
-    """What `config` changes against `baseline` (vLLM's defaults when None): "fp8 KV, block 32"; "baseline" for nothing.
+    """What `config` changes against `baseline` (vLLM's defaults when None): "fp8 KV, block 32"; "starting settings" for nothing.
 
     It lists exactly the differing knobs, in the order of the knobs of most interest.
     """
     changed = {name: new for name, (_, new) in (baseline or EngineConfig()).differences(config).items()}
     ordered = [name for name in _WORDS if name in changed] + [name for name in changed if name not in _WORDS]
     shown = [_WORDS[name](changed[name]) if name in _WORDS else f"{name} {changed[name]}" for name in ordered]
-    return plain(", ".join(shown) or "baseline", 200)
+    return plain(", ".join(shown) or "starting settings", 200)

@@ -102,7 +102,7 @@ class KnobControl(Part):
     def show_plan(self, plan: MemoryPlan) -> None:
         """Take over what the plan made of the setting: what "auto" became, the help with its numbers."""
         self._resolved = getattr(plan.config, self.knob.name)
-        near = neighbours(self.knob, self._resolved)
+        near = [name for name, value in neighbours(self.knob, self._resolved).items() if value != self.value]
         default = self._default_text()
         if self.value is None and self._resolved is not None:
             default += f" → {shown(self._resolved)}"

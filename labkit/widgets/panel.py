@@ -69,7 +69,10 @@ class Panel(ipw.VBox):
         self.advice_view = AdviceView()
         config = config or getattr(session, "config", None) or EngineConfig()
         self.knob_set = KnobSet(config, is_cpu=session.gpu.is_cpu, on_change=self._replan)
-        self.pictures, self.run_bar = Pictures(), RunBar(can_count=getattr(session, "runs_on_card", False))
+        self.pictures, self.run_bar = (
+            Pictures(),
+            RunBar(getattr(session, "runs_on_card", False), _virtual_card(session)),
+        )
         self.runs = DataTable(
             classes=("lk-runs",), selectable=True, empty_text="No run yet: press Run to try these settings."
         )
@@ -163,7 +166,8 @@ class Panel(ipw.VBox):
 
     def _show_stale(self, plan: MemoryPlan) -> None:
         chosen = self._by_id(self._chosen_id)
-        differing = chosen.plan.config.differences(self._would_run(plan)) if chosen else {}
+        would_run = plan.config if chosen and chosen.origin == "simulated" else self._would_run(plan)
+        differing = chosen.plan.config.differences(would_run) if chosen else {}
         if not chosen or not differing:
             self.stale.say("")
             return
@@ -280,8 +284,13 @@ class Panel(ipw.VBox):
         with self._lock:
             self.run_bar.set_running(True)
             self.run_bar.status.say("starting", role="status")
-            self.pictures.tabs.value = "Live"
-        if not self.control.start(configs):
+            is_virtual = self.run_bar.is_virtual.value
+            # A simulation is over before anything could be watched.
+            if not is_virtual:
+                self.pictures.tabs.value = "Live"
+            elif self.pictures.tabs.value == "Live":
+                self.pictures.tabs.value = "KV over time"
+        if not self.control.start(configs, getattr(self.session, "simulate", None) if is_virtual else None):
             self.run_bar.set_running(self.control.is_running)
 
     def cancel(self) -> None:
@@ -448,10 +457,19 @@ class Panel(ipw.VBox):
         return next((record for record in reversed(self._records) if is_same(record)), None)
 
 
+def _virtual_card(session: SessionLike) -> str:
+    """The session's card where it is not here and can be simulated; else ""."""
+    if session.gpu.is_cpu or getattr(session, "runs_on_card", False) or not hasattr(session, "simulate"):
+        return ""
+    return plain(session.gpu.name, 60)
+
+
 def _note(session: SessionLike) -> str:
     if session.gpu.is_cpu or getattr(session, "runs_on_card", False):
         return ""
     card = plain(session.gpu.name, 60)
-    return (
-        f"The plan is for {card}. Runs are on this machine's CPU, within cpu_memory_gib; nothing is measured on {card}."
-    )
+    where = f"The plan is for {card}, which is not here: nothing is measured on it."
+    measured = "on this machine's CPU, within cpu_memory_gib"
+    if _virtual_card(session):
+        return f"{where} Run simulates the traffic there, or runs it {measured}."
+    return f"{where} Runs are {measured}."

@@ -37,9 +37,14 @@ class RunBar:
 
     Args:
         can_count: runs are on a card, whose counters can be asked for.
+        virtual_card: name of a card that is not here and on which runs can be simulated; "" for none.
     """
 
-    def __init__(self, can_count: bool = False) -> None:
+    def __init__(self, can_count: bool = False, virtual_card: str = "") -> None:
+        places = [(f"a virtual {virtual_card} (simulated)", True)] if virtual_card else []
+        self.is_virtual = ipw.Dropdown(
+            options=[*places, ("this machine's CPU", False)], description="on", style={"description_width": "initial"}
+        )
         self.run = ipw.Button(description="Run", button_style="primary")
         self.cancel = ipw.Button(description="Cancel", disabled=True)
         self.sweep = ipw.Button(description="Sweep")
@@ -63,8 +68,9 @@ class RunBar:
     def view(self) -> ipw.VBox:
         """Buttons in a row that wraps, the lines below."""
         counted = [self.counted_steps] if self._can_count else []
-        row = ipw.Box([self.run, self.cancel, *counted, self.sweep, self.sweep_knob, self.sweep_text, self.report,
-                       self.command, self.settings, self.pin])  # fmt: skip
+        place = [self.is_virtual] if len(self.is_virtual.options) > 1 else []
+        row = ipw.Box([self.run, *place, self.cancel, *counted, self.sweep, self.sweep_knob, self.sweep_text,
+                       self.report, self.command, self.settings, self.pin])  # fmt: skip
         row.add_class("lk-bar")
         column = ipw.VBox([row, self.status, self.command_line])
         column.add_class("lk-column")
@@ -121,7 +127,9 @@ class RunBar:
             steps = sum(len(record.steps) for record in outcome.records[-1:])
             self.status.say(f"Cancelled; {fmt.count(steps)} steps are kept.", "warn", role="status")
         else:
-            runs = "1 run" if len(outcome.records) == 1 else f"{len(outcome.records)} runs"
+            is_virtual = any(record.origin == "simulated" for record in outcome.records)
+            number, word = len(outcome.records), "simulation" if is_virtual else "run"
+            runs = f"{fmt.count(number)} {word}{'s' * (number != 1)}"
             counted, notes = _counted(outcome)
             words = f"{runs} finished{_numbers(outcome)}.{counted}"
             self.status.say(words, role="status", details=notes, summary="why it was not measured" if notes else "")
@@ -167,12 +175,14 @@ def _numbers(outcome: Outcome) -> str:
         return ""
     numbers = summarize(outcome.records[0])
     first = f", first token {fmt.duration(numbers.ttft_s.p95)} at p95" if numbers.ttft_s else ""
-    return f" in {fmt.duration(numbers.duration_s)}: {fmt.rate(numbers.output_tokens_per_s)}{first}"
+    seconds = " of the virtual card" if outcome.records[0].origin == "simulated" else ""
+    return f" in {fmt.duration(numbers.duration_s)}{seconds}: {fmt.rate(numbers.output_tokens_per_s)}{first}"
 
 
 def _counted(outcome: Outcome) -> tuple[str, str]:
     """Cache and DRAM of a single run with their method, and why a better method did not count."""
     counters = outcome.records[0].counters if len(outcome.records) == 1 else None
-    if counters is None:
+    # A CPU's run has the counters of a card that it did not use: they stand in their own tab only.
+    if counters is None or (outcome.records[0].gpu.is_cpu and not counters.method.startswith("measured")):
         return "", ""
     return f" {l2.sentence(counters)}", "\n".join(outcome.records[0].counter_notes)

@@ -18,6 +18,7 @@ from labkit.memory.records import MemoryPlan
 from labkit.specs.engine_config import EngineConfig
 from labkit.text import plain
 
+Run = Callable[..., RunRecord]
 UPDATES_PER_S = 8
 LOG_LINES = 40
 
@@ -107,14 +108,23 @@ class RunControl:
         """A list of runs is in progress."""
         return self._busy.locked()
 
-    def start(self, configs: Sequence[EngineConfig]) -> bool:
-        """Begin; False where something runs already (a double click) or there is nothing to run."""
+    def start(self, configs: Sequence[EngineConfig], run: Run | None = None) -> bool:
+        """Begin; False where something runs already (a double click) or there is nothing to run.
+
+        Args:
+            run: carries out one configuration; the session's `run` by default.
+        """
         if not configs or not self._busy.acquire(blocking=False):
             return False
         self._cancel.clear()
         events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._work, args=(tuple(configs), events), name="labkit-runs", daemon=True),
+            threading.Thread(
+                target=self._work,
+                args=(tuple(configs), run or self._session.run, events),
+                name="labkit-runs",
+                daemon=True,
+            ),
             threading.Thread(target=self._draw, args=(events, len(configs)), name="labkit-draw", daemon=True),
         ]
         for thread in self._threads:
@@ -134,7 +144,7 @@ class RunControl:
                 thread.join(timeout_s)
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _work(self, configs: tuple[EngineConfig, ...], events: queue.SimpleQueue) -> None:
+    def _work(self, configs: tuple[EngineConfig, ...], run: Run, events: queue.SimpleQueue) -> None:
         records: list[RunRecord] = []
         error: BaseException | None = None
         try:
@@ -142,7 +152,7 @@ class RunControl:
                 if self._cancel.is_set():
                     break
                 events.put({"type": "begin", "index": index, "plan": self._session.plan(config)})
-                records.append(self._session.run(config, on_event=events.put))
+                records.append(run(config, on_event=events.put))
         # Whatever a run does, the drawing thread must hear of its end, or the panel stays "running" for ever.
         except BaseException as caught:
             error = caught
@@ -195,7 +205,7 @@ class RunControl:
 
 
 _PHASES = {"load": "loading the weights", "configure": "allocating the KV pool", "run": "running",
-           "measure memory": "measuring memory", "count steps": "counting steps"}  # fmt: skip
+           "measure memory": "measuring memory", "simulate": "simulating", "count steps": "counting steps"}  # fmt: skip
 
 
 def _phase(name: object) -> str:

@@ -67,7 +67,7 @@ def test_weights_are_loaded_once_for_many_configurations(session):
     for block_size in (8, 16, 32):
         session.run(block_size=block_size)
     assert session._runner.worker.generation == 1
-    assert sorted(run.name for run in session.store.list_runs()) == ["baseline", "block 32", "block 8"]
+    assert sorted(run.name for run in session.store.list_runs()) == ["block 32", "block 8", "starting settings"]
     session.run(dtype="bfloat16")
     assert len(session.store.list_runs()) == 4
 

@@ -49,10 +49,10 @@ def test_round_trip_and_names_list_exactly_the_differences(values):
     changed = EngineConfig().differences(config)
     assert set(changed) == {name for name, value in config.to_dict().items() if value != getattr(EngineConfig(), name)}
     name = name_of(config)
-    assert (name == "baseline") == (not changed)
+    assert (name == "starting settings") == (not changed)
     if len(name) < 199:
         assert name.count(", ") == max(0, len(changed) - 1)
-    assert name_of(config, config) == "baseline"
+    assert name_of(config, config) == "starting settings"
 
 
 @pytest.mark.parametrize(

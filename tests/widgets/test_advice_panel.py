@@ -93,7 +93,7 @@ def test_a_session_whose_card_is_not_known_keeps_the_plan(panel):
     fake.settle(SETTLE_S)
     assert fake.advice_view.title.text == "What each change would buy, from the plan"
     fake.pictures.tabs.value = "Limits"
-    assert "card whose figures are known" in fake.pictures.caption.text
+    assert "a card whose figures are known" in fake.pictures.caption.text
 
 
 def test_a_task_shows_its_goal_and_brings_its_traffic(panel):

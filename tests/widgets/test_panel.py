@@ -448,7 +448,11 @@ def test_steps_to_count_are_asked_for_on_a_card_only(make_panel):
 
 
 def test_the_last_runs_hit_rate_stands_with_bandwidth_and_method(make_panel):
-    panel = make_panel()
+    on_cpu = make_panel()
+    on_cpu.run()
+    assert on_cpu.wait(20)
+    assert "L2" not in on_cpu.run_bar.status.text, "the counters are of a card that the run did not use"
+    panel = make_panel(FakeSession(gpu=sample_gpu(24.0)))
     panel.run()
     assert panel.wait(20)
     assert "L2 hit rate 41 % at 180 GB/s from DRAM: simulated" in panel.run_bar.status.text
@@ -464,3 +468,11 @@ def test_an_error_names_its_section_of_the_docs(make_panel):
     panel.run()
     assert panel.wait(10)
     assert panel.run_bar.status.details.endswith("explained in docs/errors.md#workererror")
+
+
+def test_a_step_that_changes_nothing_is_not_offered(make_panel):
+    # On a CPU the automatic dtype becomes float32, whose lower neighbour in the list is "auto" again.
+    panel = make_panel()
+    panel.settle()
+    assert panel.knobs["dtype"].can_step == {"down": False, "up": True}
+    assert not any(line.startswith("▼") for line in panel.knobs["dtype"].gains)

@@ -314,7 +314,7 @@ function renderChart({ model, el }) {
       waiting.remove();
       figure.layout.autosize = true;
       plot.style.height = `${figure.layout.height || 340}px`;
-      await plotly.react(plot, figure.data, figure.layout, config);
+      await plotly.react(plot, figure.data, figure.layout, { ...config, displayModeBar: figure.data.length > 0 });
       for (const named of plot.querySelectorAll(".modebar-btn")) {
         named.setAttribute("aria-label", named.dataset.title || "chart tool");
       }
