@@ -35,17 +35,19 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
 
 def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int | None]) -> None:
     """Raises KernelValueError unless the shape of `tensor` matches `shape` (None = any size)."""
-    ok = tensor.ndim == len(shape) and all(
-        want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
-    )
-    if not ok:
-        wanted = ", ".join("any" if want is None else str(want) for want in shape)
-        raise KernelValueError(f"{name} has shape {tuple(tensor.shape)}; it must be ({wanted})")
+    found = tensor.shape
+    # Dozens of these go before each layer's launches: most compare whole shapes.
+    if found == shape:
+        return
+    if len(found) == len(shape) and all(want is None or want == have for want, have in zip(shape, found, strict=True)):
+        return
+    wanted = ", ".join("any" if want is None else str(want) for want in shape)
+    raise KernelValueError(f"{name} has shape {tuple(found)}; it must be ({wanted})")
 
 
 def check_last_stride(name: str, tensor: torch.Tensor) -> None:
     """Raises KernelValueError unless the last dimension of `tensor` is contiguous."""
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise KernelValueError(
             f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be 1 (other strides may be anything)"
         )

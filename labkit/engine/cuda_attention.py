@@ -74,6 +74,7 @@ class CudaAttention:
                 )  # fmt: skip
             self._of_layer.append(self._workspaces[key])
         self._rows: AttentionRows | None = None
+        self._prompt_launches: dict[tuple, tuple[PrefillConfig, int]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +83,7 @@ class CudaAttention:
 
     def begin(self, rows: AttentionRows) -> None:
         """Announce a step and plan its split over the card; all on the device, so that it can be captured."""
-        self._rows = rows
+        self._rows, self._prompt_launches = rows, {}
         if rows.decode_lens.shape[0]:
             for workspace in self._workspaces.values():
                 workspace.plan(rows.decode_lens)
@@ -114,23 +115,32 @@ class CudaAttention:
         """Attention of q `[T, heads, head_dim]` over the cache as it is; nothing is written."""
         rows, cached, scores = self._current(), self._cache.layers[layer_index], self._scores[layer_index]
         count = rows.decode_lens.shape[0]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if count:
+            mine = (q, out) if count == q.shape[0] else (q[:count], out[:count])
             paged_decode(
-                q[:count], cached.k, cached.v, rows.decode_tables, rows.decode_lens, scores,
-                workspace=self._of_layer[layer_index], out=out[:count],
+                mine[0], cached.k, cached.v, rows.decode_tables, rows.decode_lens, scores,
+                workspace=self._of_layer[layer_index], out=mine[1],
             )  # fmt: skip
         if rows.prompt_tables is not None:
-            group = q.shape[1] // cached.k.shape[2]
-            kind = cache_kind(cached.k)
-            # Chosen by all rows, not by the longest prompt: a step of its size has run before anyone waited.
-            config = prefill_config(capability(q.device), kind, q.shape[2], q.shape[0] * group)
+            config, num_splits = self._prompt_launch(q, cached.k, rows.prompt_tables.shape[1])
             paged_prefill(
                 q, cached.k, cached.v, rows.prompt_tables, rows.prompt_lens, rows.query_starts, scores,
-                max_query_len=q.shape[0], out=out, config=config,
-                num_splits=_num_splits(q, cached.k, rows.prompt_tables.shape[1], config),
+                max_query_len=q.shape[0], out=out, config=config, num_splits=num_splits,
             )  # fmt: skip
         return out
+
+    def _prompt_launch(self, q: torch.Tensor, k_cache: torch.Tensor, max_blocks: int) -> tuple[PrefillConfig, int]:
+        """Settings and splits of a step's prompts, looked up once for all layers of one shape.
+
+        Chosen by all rows, not by the longest prompt: a step of its size has run before anyone waited.
+        """
+        key = (q.shape, k_cache.shape[2])
+        if key not in self._prompt_launches:
+            rows_of_head = q.shape[0] * (q.shape[1] // k_cache.shape[2])
+            config = prefill_config(capability(q.device), cache_kind(k_cache), q.shape[2], rows_of_head)
+            self._prompt_launches[key] = (config, _num_splits(q, k_cache, max_blocks, config))
+        return self._prompt_launches[key]
 
 
 def _num_splits(q: torch.Tensor, k_cache: torch.Tensor, max_blocks: int, config: PrefillConfig) -> int:
