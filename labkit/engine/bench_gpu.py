@@ -214,10 +214,11 @@ class Bench:
         self.say(f"swap: {row}")
         return row
 
-    def mixed_load(self, *, enforce_eager: bool = False) -> dict:
-        """p99 of the time between tokens of 32 requests, undisturbed and while a 32k prompt is prefilled in chunks."""
+    def mixed_load(self, step_tokens: int = MIXED_STEP_TOKENS, *, enforce_eager: bool = False) -> dict:
+        """p99 of the time between tokens of 32 requests, undisturbed and while a 32k prompt is prefilled in chunks, in
+        steps of `step_tokens`."""
         knobs: dict[str, Any] = {
-            "max_model_len": LONG_PROMPT + 1024, "max_num_batched_tokens": MIXED_STEP_TOKENS,
+            "max_model_len": LONG_PROMPT + 1024, "max_num_batched_tokens": step_tokens,
             "max_num_seqs": MIXED_REQUESTS + 1, "enforce_eager": enforce_eager,
         }  # fmt: skip
         engine = self.engine(**knobs)
