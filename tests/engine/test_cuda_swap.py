@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -79,3 +80,37 @@ def test_neighbours_on_the_host_cross_the_bus_together():
 
     assert list(_runs(4, [(9, 2), (1, 3), (5, 4), (7, 8), (6, 10), (3, 11)])) == [(4, 2, 3), (7, 8, 1), (8, 10, 2)]
     assert list(_runs(0, [(9, 2)])) == [(0, 2, 1)]
+
+
+def test_blocks_come_back_while_others_are_computed_and_are_read_by_the_next_step():
+    """A request that is alone does not wait: there is nothing to travel beside."""
+    from labkit.engine import Engine, EngineRequest, SamplingParams
+    from labkit.engine.simulation import VirtualExecutor, bare_plan, virtual_model
+    from labkit.specs.engine_config import EngineConfig
+
+    config = EngineConfig(
+        max_model_len=64, max_num_seqs=6, max_num_batched_tokens=32, block_size=4, preemption_mode="swap",
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    plan = bare_plan(virtual_model(), config, 16, 60)
+    executor, batches = VirtualExecutor(plan), []
+    execute = executor.execute
+    executor.execute = lambda batch: batches.append(batch) or execute(batch)
+    engine = Engine(None, plan, executor=executor, clock=executor.clock)
+    for index in range(6):
+        sampling = SamplingParams(max_tokens=20 + 5 * index, ignore_eos=True)
+        engine.add_request(EngineRequest(index, (1, 2, 3 + index), sampling))
+    while engine.has_unfinished:
+        engine.step()
+        engine.check()
+    beside = alone = 0
+    for batch, after in pairwise(batches):
+        coming = {block for block, _ in batch.swap_in}
+        reads = [table for table in batch.block_tables if coming & set(table)]
+        if coming and len(batch.sequences) > len(reads):
+            assert not reads
+            assert any(coming & set(table) for table in after.block_tables)
+            beside += 1
+        alone += bool(reads)
+    assert beside > 0
+    assert alone > 0
