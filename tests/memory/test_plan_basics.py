@@ -52,6 +52,7 @@ def test_cpu_plan_is_the_engines_pool():
     assert got.breakdown.kv_cache_bytes == 100 * got.block_bytes
     assert got.breakdown.block_tables_bytes == 4 * 100 * 4
     assert got.breakdown.workspace_bytes == 1600 * 2 * 3 * 64 * 4
+    assert (got.breakdown.cuda_graphs_bytes, got.breakdown.outside_bytes) == (0, 0)
     assert sum(got.breakdown.parts().values()) == 2 * GIB
     assert got.config.dtype == "float32"
 
@@ -60,6 +61,13 @@ def test_cpu_pool_takes_what_is_left_of_the_budget_and_no_more():
     got = plan(SMOLLM2, CPU, EngineConfig(gpu_memory_utilization=0.5))
     used = got.breakdown.used_bytes
     assert used <= GIB < used + got.block_bytes + 4 * 32
+
+
+@pytest.mark.parametrize(("num_blocks", "verdict"), [(128, "fits"), (127, "does not fit")])
+def test_one_request_that_fills_a_cpus_pool_fits(num_blocks, verdict):
+    """2,048 tokens are 128 blocks of 16: nothing may be missing and nothing need be left."""
+    got = plan(SMOLLM2, CPU, EngineConfig(max_model_len=2048, num_gpu_blocks_override=num_blocks, max_num_seqs=4))
+    assert (got.verdict, got.margin_bytes) == (verdict, (num_blocks - 128) * got.block_bytes)
 
 
 def test_too_small_a_budget_is_said():

@@ -35,6 +35,7 @@ def kinds(spec):
         ({"model_type": "mistral", "sliding_window": 1024}, ["sliding"] * 4),
         ({"model_type": "gemma2", "sliding_window": 1024}, ["sliding", "full"] * 2),
         ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 2}, ["sliding", "full"] * 2),
+        ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 0}, ["sliding"] * 4),
         ({"model_type": "exaone4", "sliding_window": 64, "sliding_window_pattern": "LLLG"}, ["sliding"] * 3 + ["full"]),
         (
             {"model_type": "llama", "layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 64},
