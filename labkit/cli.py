@@ -1,4 +1,4 @@
-"""The command line: plan, explain-log, export, doctor, run, simulate, claims, panel, tune, report, lists, bench.
+"""The command line: plan and explain, run, simulate and report, lists, checks, benchmarks.
 
 Commands read options, call one function of a lower room and print; the knobs' options are made from `EngineConfig`,
 so command line, panel and docs share one text.
@@ -30,6 +30,7 @@ from labkit.cli_options import (
     takes_knobs,
 )  # fmt: skip
 from labkit.errors import LabkitError
+from labkit.serve_commands import diff, explain_command
 from labkit.simulation_commands import advise_command, simulate_command
 from labkit.specs.engine_config import EngineConfig
 from labkit.terminal import (
@@ -250,6 +251,8 @@ def run(
         show_record(record)
 
 
+app.command("explain-command", rich_help_panel=_PLAN)(explain_command)
+app.command("diff", rich_help_panel=_PLAN)(diff)
 app.command("simulate", rich_help_panel=_RUN)(simulate_command)
 app.command("advise", rich_help_panel=_RUN)(advise_command)
 app.command("calibrate", rich_help_panel=_RUN)(calibrate_command)

@@ -14,9 +14,13 @@ from types import MappingProxyType
 from typing import Any
 
 from labkit.errors import OutOfRangeError
+from labkit.specs.knob_text import parse_size
 from labkit.text import plain
 
 # Flags of the HTTP server, not of the engine: the recorded table covers engine flags only.
+_SWITCH_PREFIXES = ("--enable-", "--disable-", "--no-", "--use-")
+# vLLM reads these with `human_readable_int`: 8k is 8,000, 8K is 8,192.
+_SIZES = ("--max-model-len", "--max-num-batched-tokens", "--kv-cache-memory-bytes")
 _SERVER_FLAGS = ("--host", "--port", "--api-key", "--model", "--uvicorn-log-level", "--disable-log-requests")
 
 
@@ -166,32 +170,75 @@ def effective_default(name: str, version: str) -> Any:
     return flag.default if flag else None
 
 
-def check_command(command: str | Sequence[str], version: str) -> tuple[str, ...]:
-    """What the recorded parser of `version` would refuse in a `vllm serve` command; empty when it takes all of it."""
-    if isinstance(command, str):
-        command = shlex.split(command.replace("\\\n", " "), comments=True)
-    words = list(command)
-    words = words[2:] if words[:2] == ["vllm", "serve"] else words
-    flags = flags_for(version)
-    by_name = {alias: flag for flag in flags.values() for alias in (flag.name, *flag.aliases)}
-    problems: list[str] = []
+@dataclass(frozen=True)
+class GivenFlag:
+    """One flag of a command.
+
+    Attributes:
+        written: as it stands there, with dashes instead of underscores.
+        flag: what the recorded parser takes it for; None where it knows none.
+        value: its value as text, "" for a switch.
+        is_on: False for a switch that is turned off.
+    """
+
+    written: str
+    flag: Flag | None
+    value: str
+    is_on: bool = True
+
+
+def split_command(command: str) -> list[str]:
+    """The words of a command as a shell sees them: lines joined, comments left out.
+
+    Raises:
+        ValueError: a quotation that does not end.
+    """
+    return shlex.split(command.replace("\\\n", " "), comments=True)
+
+
+def given_flags(words: Sequence[str], version: str) -> tuple[tuple[str, ...], tuple[GivenFlag, ...]]:
+    """The words of a server's command, without the program, as the parser of `version` takes them apart.
+
+    Returns:
+        Words that belong to no flag (the model), and the flags in their order.
+    """
+    by_name = {alias: flag for flag in flags_for(version).values() for alias in (flag.name, *flag.aliases)}
+    free: list[str] = []
+    found: list[GivenFlag] = []
     position = 0
     while position < len(words):
-        name, equals, value = words[position].partition("=")
+        written, equals, value = words[position].partition("=")
         position += 1
-        if not name.startswith("--") or name in _SERVER_FLAGS:
+        # vLLM's parser takes --max_model_len for --max-model-len.
+        name = written.replace("_", "-") if written.startswith("--") else written
+        if not name.startswith("-") or name == "-":
+            free.append(words[position - 1])
             continue
         negated = _negated(name, by_name, version)
         flag = by_name.get(name) or negated
-        if flag is None:
-            problems.append(_unknown(name, version, by_name))
+        is_switch = flag is not None and (flag.kind in ("bool", "flag") or flag.nargs == "?")
+        is_switch = is_switch or (flag is None and name.startswith(_SWITCH_PREFIXES))
+        if not is_switch and not equals and position < len(words) and not words[position].startswith("--"):
+            value = words[position]
+            position += 1
+        is_on = name in by_name or negated is None
+        found.append(GivenFlag(name, flag, value, is_on and value.casefold() != "false"))
+    return tuple(free), tuple(found)
+
+
+def check_command(command: str | Sequence[str], version: str) -> tuple[str, ...]:
+    """What the recorded parser of `version` would refuse in a `vllm serve` command; empty when it takes all of it."""
+    words = split_command(command) if isinstance(command, str) else list(command)
+    words = words[2:] if words[:2] == ["vllm", "serve"] else words
+    names = {alias: flag for flag in flags_for(version).values() for alias in (flag.name, *flag.aliases)}
+    problems: list[str] = []
+    for given in given_flags(words, version)[1]:
+        if given.written in _SERVER_FLAGS or not given.written.startswith("--"):
             continue
-        takes_value = flag.kind not in ("bool", "flag") and flag.nargs != "?"
-        if takes_value and not equals:
-            value = words[position] if position < len(words) and not words[position].startswith("--") else ""
-            position += bool(value)
-        if takes_value:
-            problems.extend(_check_value(flag, value))
+        if given.flag is None:
+            problems.append(_unknown(given.written, version, names))
+        elif given.flag.kind not in ("bool", "flag") and given.flag.nargs != "?":
+            problems.extend(_check_value(given.flag, given.value))
     return tuple(problems)
 
 
@@ -221,7 +268,8 @@ def _check_value(flag: Flag, value: str) -> list[str]:
         return [f"{flag.name} needs a value"]
     if flag.kind in ("int", "float"):
         try:
-            number: Any = int(value) if flag.kind == "int" else float(value)
+            is_size = flag.name in _SIZES and value[-1].isalpha()
+            number: Any = parse_size(value) if is_size else int(value) if flag.kind == "int" else float(value)
         except ValueError:
             return [f"{flag.name} needs a plain {'whole ' * (flag.kind == 'int')}number, not {plain(value, 40)!r}"]
         return _check_choice(flag, number)
