@@ -15,7 +15,7 @@ from labkit.memory.dtypes import ELEMENT_BYTES, compute_dtype, kv_format
 from labkit.memory.kernel_settings import architecture, attention_settings, sm_count
 from labkit.memory.kv_layout import KvLayout, build_layout
 from labkit.memory.labkit_rules import TABLE_ENTRY_BYTES, rotary_bytes
-from labkit.memory.step_buffers import INDEX_BYTES, StepBuffers, StepModel, can_fuse
+from labkit.memory.step_buffers import INDEX_BYTES, StepBuffers, StepModel, can_fuse, step_model
 from labkit.memory.step_shapes import MANY_PROMPTS, StepShape, graph_shapes, prompt_shape
 from labkit.memory.tensors import Sharing
 from labkit.memory.weights import StageLayers, stage_tensors, tensor_bytes, weight_format
@@ -99,20 +99,20 @@ class CardParts:
 
 def card_parts(model: ModelSpec, gpu: GpuSpec, config: EngineConfig) -> CardParts:
     """The parts that do not depend on the number of blocks; `config` is resolved."""
-    facts = StepModel(model, gpu, config)
-    captures, largest = why_eager(model, gpu, config) == "", captures_largest(model, gpu, config)
-    prompts, decodes = graph_shapes(config, largest=largest) if captures and not config.enforce_eager else ([], [])
+    facts = step_model(model, gpu, config)
+    largest = captures_largest(model, gpu, config)
+    has_graphs = not config.enforce_eager and not why_eager(model, gpu, config)
+    graphs, charged = graphs_bytes(facts, largest) if has_graphs else (0, 0)
     layout = card_layout(model, config)
     return CardParts(
         weights_bytes=card_weights_bytes(model, config),
         tables=table_bytes(facts),
         activation_bytes=activation_bytes(facts),
-        graphs_bytes=graphs_bytes(facts, [*reversed(prompts), *reversed(decodes)]),
-        # The engine captures the two largest of each kind before it takes its pool.
-        graphs_charged_bytes=graphs_bytes(facts, [*prompts[:-3:-1], *decodes[:-3:-1]]),
+        graphs_bytes=graphs,
+        graphs_charged_bytes=charged,
         workspace_bytes=card_constants().library_bytes + staged_bytes(config, layout.block_bytes, model),
         layout=layout,
-        captures_largest=bool(prompts) and largest,
+        captures_largest=has_graphs and largest,
     )
 
 
@@ -191,6 +191,7 @@ def _decode_split_bytes(facts: StepModel, layer: LayerSpec) -> int:
     return PLAN_HEADER_BYTES + items * ITEM_BYTES + seqs * layer.num_kv_heads * TABLE_ENTRY_BYTES + partial
 
 
+@lru_cache(maxsize=256)
 def activation_bytes(facts: StepModel) -> int:
     """The peak of the second of two largest steps, which finds the first one's block tables."""
     meter = PeakMeter()
@@ -210,10 +211,18 @@ def rounded_ids(shape: StepShape) -> int:
     return meter.bytes
 
 
-def graphs_bytes(facts: StepModel, shapes: list[StepShape]) -> int:
-    """Segments of the pool that graphs of `shapes`, captured in this order, share, and what the driver keeps."""
-    if not shapes:
-        return 0
+@lru_cache(maxsize=256)
+def graphs_bytes(facts: StepModel, largest: bool) -> tuple[int, int]:
+    """What all graphs hold, and what the engine's estimate of it is: from the two largest of each kind.
+
+    They share a pool of segments, the largest captured first; a graph of few requests finds room in it.
+    """
+    prompts, decodes = (shapes[::-1] for shapes in graph_shapes(facts.config, largest=largest))
+    return _pool_bytes(facts, [*prompts, *decodes[:2]]), _pool_bytes(facts, [*prompts[:2], *decodes[:2]])
+
+
+def _pool_bytes(facts: StepModel, shapes: list[StepShape]) -> int:
+    """Segments that graphs of `shapes`, captured in this order, share, and what the driver keeps."""
     allocator = CachingAllocator()
     buffers = StepBuffers(facts, allocator)
     for shape in shapes:

@@ -31,6 +31,10 @@ UNPACKED_FROM_ROWS = 129
 FUSED_ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new")
 # Layers like the one before them need the same memory: so many are looked at.
 ALIKE_LAYERS = 3
+STEP_KNOBS = (
+    "dtype", "quantization", "kv_cache_dtype", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "tensor_parallel_size", "enforce_eager",
+)  # fmt: skip
 
 
 def can_fuse(model: ModelSpec) -> bool:
@@ -42,7 +46,7 @@ def can_fuse(model: ModelSpec) -> bool:
 
 @dataclass(frozen=True)
 class StepModel:
-    """What the buffers of a step depend on: one rank's model, the card and the configuration, all resolved."""
+    """What the buffers of a step depend on: the model, the card and the knobs, resolved; see `step_model`."""
 
     whole: ModelSpec
     gpu: GpuSpec
@@ -63,6 +67,11 @@ class StepModel:
         """Entries of a block table's row, which begins at whole 16 bytes."""
         blocks = -(-int(self.config.max_model_len or 1) // self.config.block_size)
         return -(-blocks // 4) * 4
+
+
+def step_model(model: ModelSpec, gpu: GpuSpec, config: EngineConfig) -> StepModel:
+    """Without the knobs that no buffer depends on, so that equal ones are computed once."""
+    return StepModel(model, gpu, EngineConfig(**{name: getattr(config, name) for name in STEP_KNOBS}))
 
 
 class StepBuffers:
@@ -98,9 +107,7 @@ class StepBuffers:
             known = [take(INDEX_BYTES * shape.num_decodes)]
             self._give(is_new, newest)
             if shape.num_decodes != shape.num_tokens:
-                joined = take(INDEX_BYTES * shape.num_tokens)
-                self._give(*known)
-                known = [joined]
+                known.append(take(INDEX_BYTES * shape.num_tokens))
         self._give(*self._tables)
         self._tables = tables
         return known

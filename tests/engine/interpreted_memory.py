@@ -1,0 +1,108 @@
+"""Bytes that steps of the GPU executor allocate, beside what the planner says; prints one JSON object.
+
+usage: TRITON_INTERPRET=1 interpreted_memory.py. Kernels are not run at all: what they are given is allocated before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from labkit.engine.cuda_executor import CudaExecutor
+from labkit.engine.cuda_inputs import padding_step
+from labkit.engine.cuda_profile import prompt_step
+from labkit.engine.memory_meter import peak_bytes
+from labkit.engine.simulation import bare_plan
+from labkit.memory.caching_allocator import PeakMeter
+from labkit.memory.card_parts import activation_bytes, table_bytes
+from labkit.memory.kernel_settings import attention_settings
+from labkit.memory.step_buffers import StepBuffers, step_model
+from labkit.memory.step_shapes import StepShape, mixed_shapes, prompt_shape
+from labkit.models.loading import load_model_weights
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.gpu_spec import GpuSpec
+from labkit.specs.model_spec import LayerSpec, ModelSpec
+
+# As many programs at once as the kernels take a card that is not there for.
+SLOTS = 8
+CARD = GpuSpec("interpreter", 2**34, sm_count=SLOTS, compute_capability="9.0")
+KNOBS = {"max_model_len": 2048, "max_num_seqs": 128, "block_size": 16, "dtype": "float32"}
+
+
+def skip_kernels():
+    InterpretedFunction.__getitem__ = lambda self, grid: lambda *args, **kwargs: None
+
+
+def make_spec(**changes):
+    layer = LayerSpec(kind="full", num_heads=4, num_kv_heads=2, head_dim=64)
+    fields = {
+        "name": "tiny", "architecture": "", "model_type": "llama", "layers": (layer,) * 3, "hidden_size": 256,
+        "intermediate_size": 512, "vocab_size": 1024, "max_position_embeddings": 2048, "dtype": "float32",
+        "eos_token_ids": (0,),
+    }  # fmt: skip
+    return ModelSpec(**{**fields, **changes})
+
+
+def step_peak(facts, shape):
+    """Most bytes of the second of two equal steps, as the planner says, the first one's block tables included: they
+    were there when the profiler began, so that it does not see them go."""
+    meter = PeakMeter()
+    buffers = StepBuffers(facts, meter)
+    buffers.run(shape)
+    tables = 4 * (shape.num_decodes + shape.num_prompts) * facts.table_blocks
+    before, meter.peak_bytes = meter.bytes - tables, 0
+    buffers.run(shape)
+    return meter.peak_bytes - before
+
+
+def compare(spec, max_tokens, **knobs):
+    config = EngineConfig(**{**KNOBS, "max_num_batched_tokens": max_tokens, **knobs})
+    decoder = load_model_weights(spec, dtype="float32", load_format="dummy", pack_weights=False)
+    plan = bare_plan(spec, config, 200, 0)
+    executor = CudaExecutor(decoder, plan)
+    memory, facts = executor._allocated, step_model(spec, CARD, config)
+
+    def measured(step):
+        with torch.inference_mode():
+            tensors = memory.staging.send(step)
+            return peak_bytes(lambda: executor._compute(memory, tensors))
+
+    layer = spec.layers[0]
+    group = layer.num_heads // layer.num_kv_heads
+    use = attention_settings(CARD, "decode", config.kv_cache_dtype, layer.head_dim, group, config.max_num_seqs)
+    narrow = dataclasses.replace(CARD, sm_count=SLOTS / use["ctas_per_sm"])
+    tables = sum(table_bytes(step_model(spec, narrow, config)).values())
+    rows = {"tables": [tables, memory.tables_bytes]}
+    largest = prompt_shape(config)
+    rows["prompts"] = [step_peak(facts, largest), measured(prompt_step(plan, memory.tables))]
+    rows["activation"] = [activation_bytes(facts), rows["prompts"][1] - 4 * largest.num_prompts * facts.table_blocks]
+    for name, shape in (
+        ("mixed", mixed_shapes(128, max_tokens, largest=True)[-1]), ("decode", StepShape(128, 128, 0, 128))
+    ):  # fmt: skip
+        rows[name] = [step_peak(facts, shape), measured(padding_step(shape, memory.tables))]
+    return rows
+
+
+def main():
+    skip_kernels()
+    torch.set_num_threads(1)
+    wide = LayerSpec(kind="full", num_heads=8, num_kv_heads=2, head_dim=128)
+    print(
+        json.dumps(
+            {
+                "widest in attention": compare(make_spec(), 512),
+                "widest in the MLP": compare(make_spec(intermediate_size=2048), 512),
+                "widest in sampling": compare(make_spec(vocab_size=32768), 128),
+                "norm of heads, long tables": compare(
+                    make_spec(qk_norm=True, layers=(wide,) * 4), 256, max_model_len=8192
+                ),
+                "8-bit KV": compare(make_spec(), 256, kv_cache_dtype="int8_per_token_head"),
+            }
+        )
+    )
+
+
+main()
