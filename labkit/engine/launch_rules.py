@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from labkit.memory.budget import capture_sizes as vllm_capture_sizes
-from labkit.memory.step_shapes import capture_sizes, mixed_capture_sizes
+from labkit.memory.step_shapes import graph_shapes
 from labkit.specs.engine_config import EngineConfig
 
 
@@ -17,11 +17,14 @@ class LaunchRules:
         graph_sizes: captured numbers of tokens, smallest first; a step runs padded in the next larger one, and larger
             steps are launched kernel by kernel.
         prompt_sizes: the same for steps that compute prompts.
+        prompt_places: for each of `prompt_sizes`, with how many prompts at most; more are launched kernel by kernel.
+            Empty where any number will do.
         overlaps: the host puts the next step together while the card computes, so that only the longer one counts.
     """
 
     graph_sizes: tuple[int, ...] = ()
     prompt_sizes: tuple[int, ...] = ()
+    prompt_places: tuple[int, ...] = ()
     overlaps: bool = False
 
 
@@ -34,11 +37,11 @@ def labkit_rules(config: EngineConfig, *, captures: bool = True, largest: bool =
     """
     if config.enforce_eager or not captures:
         return LaunchRules(overlaps=True)
-    max_tokens = int(config.max_num_batched_tokens or 1)
-    sizes, prompt_sizes = capture_sizes(int(config.max_num_seqs or 1)), mixed_capture_sizes(max_tokens)
-    if largest and prompt_sizes[-1] < max_tokens:
-        prompt_sizes.append(max_tokens)
-    return LaunchRules(tuple(sizes), tuple(prompt_sizes), overlaps=True)
+    prompts, decodes = graph_shapes(config, largest=largest)
+    return LaunchRules(
+        tuple(shape.num_tokens for shape in decodes), tuple(shape.num_tokens for shape in prompts),
+        tuple(shape.num_prompts for shape in prompts), overlaps=True,
+    )  # fmt: skip
 
 
 def vllm_launch_rules(config: EngineConfig) -> LaunchRules:

@@ -6,12 +6,16 @@ import json
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib import resources
+from math import log
 from typing import Any, Literal
 
 from labkit.memory.rules import vllm_rules
 from labkit.specs.gpu_spec import GpuSpec
 
 Level = Literal["data sheet", "shipped", "microbenchmark", "calibrated"]
+TPOT = "tpot_mean_s"
+# Nine in ten values of a normal distribution lie so many standard deviations around its mean.
+_NORMAL_90 = 1.645
 LEVELS: tuple[Level, ...] = ("data sheet", "shipped", "microbenchmark", "calibrated")
 
 
@@ -41,10 +45,12 @@ class StepConstants:
         lag_steps: steps that a new request waits because they were queued before (asynchronous scheduling).
         host_link_bytes_per_s: between card and host memory.
         correction: one factor over the whole step, 1 until calibrated.
-        products: measured seconds of 16-bit products as (elements of the matrix, rows, seconds), on a grid; empty
-            where only the shares above are known.
+        prompt_factor_8bit: products of prompt attention over an 8-bit cache, over those of a 16-bit one.
+        products: measured seconds of 16-bit products as (outputs and inputs of the matrix, rows, seconds); empty where
+            only the shares above are known.
         product_factor: over the times that `products` gives.
-        interval_low, interval_high: a prediction times these is the range that holds 90 % of measured values.
+        interval_low, interval_high: a time per output token times these is the range that holds 90 % of measured ones.
+        metric_intervals: the same of other metrics, as (metric, low, high), where runs have shown it.
         level: where the constants come from.
     """
 
@@ -79,14 +85,34 @@ class StepConstants:
     host_link_bytes_per_s: float
     correction: float = 1.0
     product_factor: float = 1.0
-    products: tuple[tuple[float, float, float], ...] = ()
+    prompt_factor_8bit: float = 1.0
+    products: tuple[tuple[float, float, float, float], ...] = ()
     interval_low: float = 0.5
     interval_high: float = 2.0
+    metric_intervals: tuple[tuple[str, float, float], ...] = ()
     level: Level = "data sheet"
 
     def replace(self, **changes: Any) -> StepConstants:
         """A variant with `changes`."""
         return replace(self, **changes)
+
+    def with_intervals(self, engine: str, level: Level, num_runs: int = 1) -> StepConstants:
+        """At a level that is reached by measuring on the card, with the intervals that other runs have shown there.
+
+        Args:
+            engine: "vllm" or "labkit".
+            num_runs: that calibrated the constants.
+        """
+        known = constants_table()["intervals"][engine][level]
+        found = dict(known[min(num_runs, len(known)) - 1])
+        low, high = found.pop(TPOT)
+        others = tuple((metric, *edges) for metric, edges in found.items())
+        return replace(self, level=level, interval_low=low, interval_high=high, metric_intervals=others)
+
+    @property
+    def relative_error(self) -> float:
+        """Standard deviation of log(measured/predicted) of a time per token, as the interval has it."""
+        return log(self.interval_high / self.interval_low) / (2 * _NORMAL_90)
 
 
 CONSTANT_NAMES = tuple(entry.name for entry in fields(StepConstants) if entry.type == "float")

@@ -24,9 +24,11 @@ class MatrixCost:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Weights of one shape: elements of each, how many a step multiplies with, and whether they make logits."""
+    """Weights of one shape on one card: outputs and inputs of each, how many a step multiplies with, and whether they
+    make logits. Cards that share a matrix are taken to share its outputs."""
 
-    num_elements: float
+    outputs: float
+    inputs: float
     number: int
     is_head: bool
 
@@ -90,13 +92,14 @@ def step_cost(model: ModelSpec, config: EngineConfig) -> StepCost:
     form = weight_format(model, config.quantization)
     share = Sharing(config.tensor_parallel_size, 1, config.enable_expert_parallel)
     sums: dict[str, list[float]] = {"dense": [0.0, 0.0], _HEAD: [0.0, 0.0], _EXPERTS: [0.0, 0.0]}
-    matrices: dict[tuple[float, bool], int] = {}
+    matrices: dict[tuple[float, float, bool], int] = {}
     for tensor, number in stage_tensors(model, StageLayers(0, model.num_layers, model.num_layers), share):
         for name in _uses(tensor, model):
             sums[name][0] += number * tensor_bytes(tensor, form, dtype)
             sums[name][1] += number * tensor.rank_elements if tensor.is_matrix else 0
             if tensor.is_matrix and name != _EXPERTS:
-                key = (float(tensor.rank_elements), name == _HEAD)
+                inputs = float(tensor.row_elements)
+                key = (tensor.rank_elements / inputs, inputs, name == _HEAD)
                 matrices[key] = matrices.get(key, 0) + number
     moe = model.moe
     fmt = kv_format(stored_kv_dtype(model, config), dtype)
@@ -114,7 +117,7 @@ def step_cost(model: ModelSpec, config: EngineConfig) -> StepCost:
         hidden_bytes=model.hidden_size * ELEMENT_BYTES[dtype],
         tensor_parallel_size=config.tensor_parallel_size,
         kv_is_quantized=fmt.bits < 16,
-        matrices=tuple(Matrix(elements, number, is_head) for (elements, is_head), number in matrices.items()),
+        matrices=tuple(Matrix(*key[:2], number, key[2]) for key, number in matrices.items()),
         elementwise_bytes=float(ELEMENT_BYTES[dtype] * sum(_elementwise(model, layer) for layer in model.layers))
         / config.tensor_parallel_size,
     )

@@ -21,6 +21,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from labkit.engine.launch_rules import LaunchRules
+from labkit.engine.measured_products import MeasuredProducts
 from labkit.engine.step_constants import StepConstants, link_bytes_per_s
 from labkit.engine.step_cost import MatrixCost, StepCost
 from labkit.specs.gpu_spec import GpuSpec
@@ -45,7 +46,7 @@ class StepLoad:
         kv_tokens: for each `KvCost`, tokens of context that decode rows read.
         pairs: for each `KvCost`, (query, context) pairs of prefill rows.
         swapped_bytes: KV copied between card and host.
-        num_prompt_tokens: of `num_tokens`, those of requests that compute more than one.
+        num_prompt_tokens: of `num_tokens`, those of requests that compute more than one. num_prompts: these requests.
     """
 
     num_tokens: Array
@@ -55,6 +56,7 @@ class StepLoad:
     pairs: tuple[Array, ...]
     swapped_bytes: Array = field(default_factory=_nothing)
     num_prompt_tokens: Array = field(default_factory=_nothing)
+    num_prompts: Array = field(default_factory=_nothing)
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,8 @@ class StepTimeModel:
 
     def parts(self, load: StepLoad) -> dict[str, Array]:
         """Part → seconds, [steps] each; `seconds` is their sum. The host's part is what the card does not hide."""
-        tokens, is_eager = self._launched(load)
-        device = self._device_parts(load, tokens)
+        tokens, sampled, is_eager = self._launched(load)
+        device = self._device_parts(load, tokens, sampled)
         busy = sum(device.values())
         host, launching = self._host_seconds(load, is_eager)
         if self.launch.overlaps:
@@ -120,18 +122,17 @@ class StepTimeModel:
         # The host runs ahead of the card while it launches, so what counts is whichever is slower.
         return {**device, "host": host + np.maximum(0.0, launching - busy)}
 
-    def _device_parts(self, load: StepLoad, tokens: Array) -> dict[str, Array]:
-        """Part → seconds of the card, [steps] each; `tokens` are those of the step as it is launched."""
+    def _device_parts(self, load: StepLoad, tokens: Array, sampled: Array) -> dict[str, Array]:
+        """Part → seconds of the card, [steps] each; `tokens` and `sampled` rows are those of the step as launched."""
         c, cost = self.constants, self.cost
         parts = {
             "dense": self._products(cost.dense, tokens, is_head=False),
-            "lm_head": self._products(cost.head, np.asarray(load.num_sampled, dtype=float), is_head=True),
+            "lm_head": self._products(cost.head, sampled, is_head=True),
             "kv": self._kv(load),
             "prefill_attention": self._prefill(load),
             "elementwise": tokens * (cost.elementwise_bytes * c.elementwise_passes / self._bandwidth),
             "communication": self._communication(tokens),
-            "sampling": self._sampling(load.num_sampled),
-            "swap": load.swapped_bytes / c.host_link_bytes_per_s + np.zeros_like(tokens),
+            "sampling": self._sampling(sampled),
         }
         if cost.num_experts:
             share = 1 - (1 - cost.experts_per_tok / cost.num_experts) ** tokens
@@ -140,7 +141,16 @@ class StepTimeModel:
         if self.launch.overlaps:
             # What lies between kernels is the card's time, which the host cannot hide.
             parts["gaps"] = self._between_kernels_s + np.zeros_like(tokens)
+        parts["swap"] = self._swap(load, sum(parts.values())) + np.zeros_like(tokens)
         return parts
+
+    def _swap(self, load: StepLoad, busy: Array | float) -> Array:
+        """Blocks that leave and come back; labkit's engine moves them over the bus beside a step, and within the card
+        from and to their places."""
+        moving = load.swapped_bytes / self.constants.host_link_bytes_per_s
+        if not self.launch.overlaps:
+            return moving
+        return 2 * load.swapped_bytes / self._bandwidth + np.maximum(0.0, moving - busy)
 
     def _host_seconds(self, load: StepLoad, is_eager: Array) -> tuple[Array, Array]:
         """Seconds in which the host puts each step together, and those in which it launches kernels that the card
@@ -177,9 +187,9 @@ class StepTimeModel:
 
     def overlapped(self, load: StepLoad) -> OverlappedSeconds:
         """Seconds of each step for `StepClock`."""
-        tokens, is_eager = self._launched(load)
+        tokens, sampled, is_eager = self._launched(load)
         host, launching = self._host_seconds(load, is_eager)
-        device = np.asarray(sum(self._device_parts(load, tokens).values())) * self.constants.correction
+        device = np.asarray(sum(self._device_parts(load, tokens, sampled).values())) * self.constants.correction
         shape = np.zeros_like(device)
         return OverlappedSeconds((host + shape).tolist(), (launching + shape).tolist(), device.tolist())
 
@@ -189,7 +199,7 @@ class StepTimeModel:
         nothing = tuple(np.zeros(1) for _ in self.cost.kv)
         load = StepLoad(tokens, np.ones(1), np.ones(1), nothing, nothing, num_prompt_tokens=tokens)
         launching = self.constants.eager_step_s + self.constants.eager_layer_s * self.cost.num_layers
-        return launching > float(sum(part[0] for part in self._device_parts(load, tokens).values()))
+        return launching > float(sum(part[0] for part in self._device_parts(load, tokens, np.ones(1)).values()))
 
     @property
     def _between_kernels_s(self) -> float:
@@ -209,13 +219,23 @@ class StepTimeModel:
             return (2 * gpu.fp8_flops, c.flops_efficiency_4bit) if _has_fp4(gpu) else (sixteen, c.flops_efficiency)
         return gpu.fp8_flops, c.flops_efficiency_8bit
 
-    def _launched(self, load: StepLoad) -> tuple[Array, Array]:
-        """Tokens of each step as it runs, padded where it replays a graph, and which are launched kernel by kernel."""
+    def _launched(self, load: StepLoad) -> tuple[Array, Array, Array]:
+        """Tokens and sampled rows of each step as it runs, padded where it replays a graph, and which steps are
+        launched kernel by kernel."""
         tokens, launch = np.asarray(load.num_tokens, dtype=float), self.launch
+        sampled = np.asarray(load.num_sampled, dtype=float)
         padded = _next_size(launch.graph_sizes, tokens)
-        if launch.prompt_sizes != launch.graph_sizes:
-            padded = np.where(load.num_prompt_tokens > 0, _next_size(launch.prompt_sizes, tokens), padded)
-        return np.maximum(tokens, padded), padded < tokens
+        if launch.prompt_sizes == launch.graph_sizes:
+            return np.maximum(tokens, padded), sampled, padded < tokens
+        has_prompts, captured = load.num_prompt_tokens > 0, _next_size(launch.prompt_sizes, tokens)
+        if launch.prompt_places:
+            places = _next_size(launch.prompt_sizes, tokens, launch.prompt_places)
+            captured = np.where(load.num_prompts > places, 0.0, captured)
+            # A captured step gives a token of each place, whoever stands there.
+            rows = np.where(has_prompts, np.minimum(captured + places, launch.graph_sizes[-1]), padded)
+            sampled = np.where((sampled > 0) & (np.where(has_prompts, captured, padded) >= tokens), rows, sampled)
+        padded = np.where(has_prompts, captured, padded)
+        return np.maximum(tokens, padded), sampled, padded < tokens
 
     def _products(self, matrix: MatrixCost, tokens: Array, *, is_head: bool) -> Array:
         """Dense products: between measured ones where they are of the same format, else by the smooth roofline."""
@@ -233,16 +253,12 @@ class StepTimeModel:
         """Rows, and seconds of all layers' products and of the head's at so many, [rows] each."""
         if not self.constants.products:
             return None
-        table = np.array(self.constants.products)
-        elements, rows = np.unique(table[:, 0]), np.unique(table[:, 1])
-        grid = np.full((len(elements), len(rows)), np.nan)
-        grid[np.searchsorted(elements, table[:, 0]), np.searchsorted(rows, table[:, 1])] = np.log(table[:, 2])
-        curves = {False: np.zeros(len(rows)), True: np.zeros(len(rows))}
+        measured = MeasuredProducts(self.constants.products)
+        curves = {False: np.zeros(len(measured.rows)), True: np.zeros(len(measured.rows))}
         for matrix in self.cost.matrices:
-            log_size = np.log(matrix.num_elements)
-            seconds = [np.exp(_interpolated(log_size, np.log(elements), column)) for column in grid.T]
-            curves[matrix.is_head] = curves[matrix.is_head] + matrix.number * np.array(seconds)
-        return rows, curves[False], curves[True]
+            seconds = measured.seconds(matrix.outputs, matrix.inputs)
+            curves[matrix.is_head] = curves[matrix.is_head] + matrix.number * seconds
+        return measured.rows, curves[False], curves[True]
 
     def _gemm(
         self, matrix: MatrixCost, read_share: Array | float, tokens: Array, efficiency: float, kind: str = ""
@@ -270,6 +286,8 @@ class StepTimeModel:
         c, tokens = self.constants, load.num_prompt_tokens
         peak = float(self.gpu.bf16_flops or self.gpu.fp16_flops or 0.0) * c.attention_efficiency
         total = np.zeros_like(load.num_tokens, dtype=float)
+        if self.cost.kv_is_quantized:
+            peak = peak / c.prompt_factor_8bit
         for kind, pairs in zip(self.cost.kv, load.pairs, strict=True):
             total = total + (kind.num_layers * kind.prefill_flops / peak) * pairs
             if c.prompt_start_s:
@@ -291,10 +309,10 @@ class StepTimeModel:
         return 2 * self.cost.num_layers * (c.all_reduce_s + moved / (link_bytes_per_s(self.gpu) * c.link_efficiency))
 
 
-def _next_size(sizes: tuple[int, ...], num_tokens: Array) -> Array:
-    """The next larger of `sizes`, or the largest; 0 without any."""
+def _next_size(sizes: tuple[int, ...], num_tokens: Array, values: tuple[int, ...] = ()) -> Array:
+    """The next larger of `sizes`, or the largest, or what stands for it in `values`; 0 without any."""
     known = _as_array(sizes)
-    return known[np.minimum(np.searchsorted(known, num_tokens), len(known) - 1)]
+    return _as_array(values or sizes)[np.minimum(np.searchsorted(known, num_tokens), len(known) - 1)]
 
 
 @lru_cache(maxsize=64)
@@ -315,13 +333,6 @@ def _context_sums(contexts: Array, window: int, steps: Array) -> Array:
     if not window:
         return contexts.sum() + len(contexts) * steps
     return np.minimum(contexts[None, :] + steps[:, None], window).sum(axis=1)
-
-
-def _interpolated(at: float, places: Array, values: Array) -> float:
-    """Linear between known `values`; beyond the last place in proportion to the elements, before the first constant."""
-    known = ~np.isnan(values)
-    places, values = places[known], values[known]
-    return float(np.interp(at, places, values) + max(0.0, at - places[-1]))
 
 
 def _has_fp4(gpu: GpuSpec) -> bool:

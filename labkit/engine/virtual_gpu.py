@@ -102,6 +102,7 @@ def batch_load(batch: ScheduledBatch, model: StepTimeModel, block_bytes: int) ->
         pairs=tuple(np.array([_pairs(queries, ends, kind.window)]) for kind in model.cost.kv),
         swapped_bytes=np.array([float(swapped)]),
         num_prompt_tokens=np.array([queries.sum()]),
+        num_prompts=np.array([float(len(queries))]),
     )
 
 

@@ -16,7 +16,7 @@ from labkit.experiments.virtual_run import step_time_model
 from labkit.measure.run_record import RunRecord, StepRow
 
 # Log-normal widths of the prior around what is known already: of an engine whose host works in between …
-_SIGMAS = {
+SIGMAS = {
     "bandwidth_efficiency": 0.15, "flops_efficiency": 0.15, "kv_efficiency": 0.3, "step_s": 0.5, "request_s": 0.5,
     "layer_s": 0.5, "correction": 0.15,
 }  # fmt: skip
@@ -36,7 +36,7 @@ _ENOUGH_WAITING = 8
 
 def calibrate(constants: StepConstants, records: Sequence[RunRecord]) -> StepConstants:
     """`constants` moved so that the step-time model meets the cycle times of `records`, and with the interval that
-    their steps leave.
+    other runs have shown after as many.
 
     A cycle is start to start of two steps, not the time of a step: what the host does between them counts.
 
@@ -56,19 +56,14 @@ def calibrate(constants: StepConstants, records: Sequence[RunRecord]) -> StepCon
     def predict(found: StepConstants) -> np.ndarray:
         return np.concatenate([part.predicted_s(found) for part in parts])
 
-    sigmas = _OVERLAPPED_SIGMAS | ({} if constants.products else _UNMEASURED) if overlaps else _SIGMAS
+    sigmas = _OVERLAPPED_SIGMAS | ({} if constants.products else _UNMEASURED) if overlaps else SIGMAS
     sigmas = {name: sigma for name, sigma in sigmas.items() if getattr(constants, name) > 0}
     noise = _NOISE * max(1.0, len(measured) / _INDEPENDENT) ** 0.5
     found = fit_constants(
         constants, predict, measured, sigmas, noise=noise, starts=[_slow_host(constants)] if overlaps else []
     )
     found = _with_other_kv(found, constants, records).replace(admission_s=_admission_s(records, constants))
-    rest = np.log(measured / predict(found))
-    low, high = np.quantile(rest, (0.05, 0.95))
-    return found.replace(
-        interval_low=float(np.exp(min(low, -_NOISE))), interval_high=float(np.exp(max(high, _NOISE))),
-        level="calibrated",
-    )  # fmt: skip
+    return found.with_intervals(records[0].plan.engine, "calibrated", len(records))
 
 
 def _admission_s(records: Sequence[RunRecord], constants: StepConstants) -> float:
@@ -180,5 +175,5 @@ def load_of(model: StepTimeModel, rows: Sequence[StepRow], block_bytes: int) -> 
     advancing = np.minimum(np.maximum(running, decode), decode + np.ceil(prefill / np.maximum(each, 1.0)))
     return StepLoad(
         decode + prefill, advancing, advancing, tuple(kv), tuple(pairs), column("num_swapped_blocks") * block_bytes,
-        prefill,
+        prefill, np.minimum(prefill, np.maximum(running - decode, 1.0)),
     )  # fmt: skip

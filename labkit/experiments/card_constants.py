@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 
-from labkit.engine.step_constants import StepConstants, constants_table
+from labkit.engine.step_constants import StepConstants
 from labkit.engine.step_time import smooth_max
 from labkit.errors import OutOfRangeError
 from labkit.experiments.microbench import Microbenchmark, Timing
@@ -37,7 +37,7 @@ def constants_of(found: Microbenchmark, gpu: GpuSpec, prior: StepConstants) -> S
     by_kind: dict[str, list[Timing]] = {}
     for timing in found.timings:
         by_kind.setdefault(timing.kind, []).append(timing)
-    changes: dict[str, object] = {"level": "microbenchmark"}
+    changes: dict[str, object] = {}
     if "gemm" in by_kind:
         changes |= _products(by_kind["gemm"], bandwidth, peak)
     if "decode" in by_kind:
@@ -55,8 +55,7 @@ def constants_of(found: Microbenchmark, gpu: GpuSpec, prior: StepConstants) -> S
         changes |= _host(by_kind["host"], by_kind.get("launch", []))
     if "admission" in by_kind:
         changes["admission_s"] = min(timing.seconds for timing in by_kind["admission"])
-    low, high = constants_table()["intervals"]["microbenchmark"]
-    return prior.replace(**changes, interval_low=low, interval_high=high)
+    return prior.replace(**changes).with_intervals("labkit", "microbenchmark")
 
 
 def _column(timings: Sequence[Timing], name: str) -> np.ndarray:
@@ -68,16 +67,18 @@ def _seconds(timings: Sequence[Timing]) -> np.ndarray:
 
 
 def _products(timings: Sequence[Timing], bandwidth: float, peak: float) -> dict[str, object]:
-    elements = _column(timings, "outputs") * _column(timings, "inputs")
+    outputs, inputs = _column(timings, "outputs"), _column(timings, "inputs")
+    elements = outputs * inputs
     rows, seconds = _column(timings, "rows"), _seconds(timings)
-    for size in np.unique(elements):
+    for shape in np.unique(np.stack([outputs, inputs], axis=1), axis=0):
         # Fewer rows take no longer than more: what says so was disturbed.
-        own = np.flatnonzero(elements == size)[np.argsort(rows[elements == size])]
+        own = np.flatnonzero((outputs == shape[0]) & (inputs == shape[1]))
+        own = own[np.argsort(rows[own])]
         seconds[own] = np.minimum.accumulate(seconds[own][::-1])[::-1]
     largest = elements == elements.max()
     few, many = (largest & (rows == edge) for edge in (rows[largest].min(), rows[largest].max()))
     return {
-        "products": tuple(zip(elements.tolist(), rows.tolist(), seconds.tolist(), strict=True)),
+        "products": tuple(zip(outputs.tolist(), inputs.tolist(), rows.tolist(), seconds.tolist(), strict=True)),
         "bandwidth_efficiency": min(1.0, float((2 * elements / seconds / bandwidth)[few][0])),
         "flops_efficiency": min(1.0, float((2 * elements * rows / seconds / peak)[many][0])),
     }
@@ -99,14 +100,30 @@ def _decode_attention(timings: Sequence[Timing], bandwidth: float) -> dict[str, 
 
 
 def _prefill_attention(timings: Sequence[Timing], peak: float) -> dict[str, object]:
-    own = [timing for timing in timings if timing.sizes["kv"] == "bfloat16"] or list(timings)
-    queries, contexts, requests = (_column(own, name) for name in ("queries", "context", "requests"))
+    wide = [timing for timing in timings if timing.sizes["kv"] == "bfloat16"] or list(timings)
+    columns = _prompt_columns(wide, peak)
+    start_s, context_s, token_s, slope = weights = _nonnegative(columns, _seconds(wide))
+    found: dict[str, object] = {
+        "prompt_start_s": float(start_s), "prompt_context_s": float(context_s), "prompt_token_s": float(token_s)
+    }  # fmt: skip
+    if not slope:
+        return found
+    found["attention_efficiency"] = min(1.0, float(1 / slope))
+    narrow = [timing for timing in timings if timing.sizes["kv"] == "fp8"]
+    if narrow and narrow != wide:
+        columns = _prompt_columns(narrow, peak)
+        # The rest is the same work: what an 8-bit cache costs more goes with its products.
+        products = _nonnegative(columns[:, 3:], _seconds(narrow) - columns[:, :3] @ weights[:3])
+        found["prompt_factor_8bit"] = max(1.0, float(products[0] / slope))
+    return found
+
+
+def _prompt_columns(timings: Sequence[Timing], peak: float) -> np.ndarray:
+    """What prompt attention's time is made of, [timings, 4]: once, by mean context, by tokens, by products."""
+    queries, contexts, requests = (_column(timings, name) for name in ("queries", "context", "requests"))
     pairs = requests * (queries * contexts - queries * (queries - 1) / 2)
-    tokens, flops_s = requests * queries, 4 * pairs * _column(own, "heads") * _column(own, "head_dim") / peak
-    columns = np.stack([np.ones_like(tokens), pairs / tokens, tokens, flops_s], axis=1)
-    start_s, context_s, token_s, slope = _nonnegative(columns, _seconds(own)).tolist()
-    found: dict[str, object] = {"prompt_start_s": start_s, "prompt_context_s": context_s, "prompt_token_s": token_s}
-    return found | ({"attention_efficiency": min(1.0, 1 / slope)} if slope else {})
+    tokens, flops_s = requests * queries, 4 * pairs * _column(timings, "heads") * _column(timings, "head_dim") / peak
+    return np.stack([np.ones_like(tokens), pairs / tokens, tokens, flops_s], axis=1)
 
 
 def _small_kernels(norms: Sequence[Timing], gates: Sequence[Timing], bandwidth: float) -> dict[str, object]:

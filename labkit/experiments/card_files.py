@@ -26,7 +26,7 @@ from labkit.files import write_atomic
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.text import plain
 
-_FORMAT = "labkit-card-1"
+_FORMAT = "labkit-card-2"
 _MAX_BYTES = 4 * 2**20
 _MAX_CALIBRATIONS = 50
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from labkit.engine.step_constants import StepConstants, load_constants
 from labkit.experiments.calibrate import calibrate
 from labkit.experiments.card_constants import constants_of
 from labkit.experiments.card_sweep import SweepRun, run_metrics, unpacked_steps
+from labkit.experiments.intervals import conformal, is_inside, left_out_inside, percent, run_ratios, width_percent
 from labkit.experiments.measured_memory import MeasuredMemory, memory_of
 from labkit.experiments.microbench import Microbenchmark
 from labkit.experiments.run import RunOutcome
-from labkit.experiments.search import Outcome, Point, Simulate, guided_search
 from labkit.experiments.serialise import from_plain
 from labkit.experiments.virtual_run import VirtualOptions, simulate
 from labkit.measure.run_record import RequestRow, RunRecord
@@ -40,9 +41,13 @@ METRICS = tuple(_BARS)
 FLAGS = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype")
 # Below so many preemptions a share says little.
 _FEW_PREEMPTIONS = 10
-_LIMITS_PERCENT = (25, 50, 75, 100)
 # Every so many runs of the grid calibrate in turn.
 _EVERY, _ENOUGH_POINTS = 2, 36
+# Pairs that differ by less are not told apart; a few preemptions say little of a share.
+_DIFFERENT = 1.05
+# Of the grid, those that calibrate beside the base where two or three runs do: other KV, other token budget.
+_FURTHER = ({"kv_cache_dtype": "fp8", "max_num_batched_tokens": 2048}, {"max_num_batched_tokens": 512})
+INTERVAL_METRICS = ("tpot_mean_s", "output_tokens_per_s", "itl_p99_s")
 
 
 @dataclass(frozen=True)
@@ -84,18 +89,31 @@ class Sweep:
     """The content of a sweep's file.
 
     Attributes:
-        constants: of the microbenchmark alone. runs: the grid and what lies beside it. held_back: other runs.
+        constants: of the microbenchmark alone. runs: the grid and what lies beside it. held_back: other runs, which
+            were looked at while the step-time model was made. unseen: runs that were not.
+        calibrating: for each model its run that calibrates, all knobs as in the base.
     """
 
     constants: StepConstants
     runs: tuple[MeasuredRun, ...]
     held_back: tuple[MeasuredRun, ...]
+    unseen: tuple[MeasuredRun, ...]
+    calibrating: Mapping[str, MeasuredRun]
     card: str
 
     @property
     def first(self) -> MeasuredRun:
-        """The run that calibrates: all knobs as in the base."""
-        return next(run for run in self.runs if run.run.part == "repeat")
+        """The run that calibrates the grid's model."""
+        return self.calibrating[self.runs[0].run.model]
+
+    @property
+    def few(self) -> tuple[MeasuredRun, ...]:
+        """Runs that calibrate the grid's model where up to three do, the first one first."""
+        found = [self.first]
+        for wanted in _FURTHER:
+            like = {**self.first.row["settings"], **wanted}
+            found += [run for run in self.grid if dict(run.row["settings"]) == like][:1]
+        return tuple(found)
 
     @property
     def grid(self) -> tuple[MeasuredRun, ...]:
@@ -113,12 +131,16 @@ def read_sweep(path: Path) -> Sweep:
         MeasuredRun(SweepRun(row["part"], row["settings"], row["seed"], row["traffic"], row["model"]), row, gpu)
         for row in rows
     )
+    by_part: dict[str, list[MeasuredRun]] = {}
+    for run in runs:
+        by_part.setdefault(run.run.part, []).append(run)
+    calibrating = [*by_part.get("repeat", ()), *by_part.get("calibrates", ())]
     return Sweep(
         constants=constants_of(found, gpu, load_constants(engine="labkit", level="data sheet")),
-        runs=tuple(run for run in runs if run.run.part != "held back"),
-        held_back=tuple(run for run in runs if run.run.part == "held back"),
-        card=content["card"],
-    )
+        runs=(*by_part.get("repeat", ()), *by_part.get("grid", ())),
+        held_back=tuple(by_part.get("held back", ())), unseen=tuple(by_part.get("unseen", ())),
+        calibrating={run.run.model: run for run in reversed(calibrating)}, card=content["card"],
+    )  # fmt: skip
 
 
 def foretell(run: MeasuredRun, constants: StepConstants, memory: MeasuredMemory | None) -> dict[str, Any]:
@@ -130,52 +152,138 @@ def foretell(run: MeasuredRun, constants: StepConstants, memory: MeasuredMemory 
     return run_metrics(RunOutcome("finished", record.duration_s, record.requests, record.steps, None))
 
 
-def prove(path: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Rows and promised numbers of a sweep's file for the results of the simulation; all are misses without a file."""
-    sweep = read_sweep(path) if path.is_file() else None
-    rows: list[dict[str, Any]] = []
-    found: dict[str, float | None] = {}
-    held: dict[str, float | None] = {}
-    inside, worst_flag, searched = None, None, dict[str, float]()
-    if sweep is not None:
-        constants, memory = calibrate(sweep.constants, [sweep.first.record]), sweep.first.memory
-        alone = foretold(sweep.runs, sweep.constants, None)
-        after = foretold([run for run in sweep.runs if run is not sweep.first], constants, memory)
-        later = foretold(sweep.held_back, constants, memory)
-        found, held = medians(after), medians(later)
-        inside = share_inside([*after, *later], constants)
-        flags, searched = changed_flags(sweep), search_on_grid(sweep, 5)
-        worst_flag = max(max(flag["throughput_median"], flag["tpot_median"]) for flag in flags.values())
-        rows += [
-            {"check": "own engine, microbenchmark alone", "runs": len(alone), "median_error_percent": medians(alone)}
-        ]
-        rows += [{"check": "own engine, microbenchmark and one run", **row} for row in after]
-        rows += [{"check": "own engine, runs held back", **row} for row in later]
-        rows += [{"check": "own engine, one flag changed", "flag": flag, **values} for flag, values in flags.items()]
-        rows += [{"check": "search on the card's grid", "launches_allowed": 5, **searched}]
-    # The pools that send many requests back are among the runs held back.
-    summary = {
-        f"own engine on an H200, microbenchmark and one run: {words}, median error, %": at_most(found.get(name), *bars)
-        for name, (words, *bars) in _BARS.items()
-        if name != "num_preemptions"
+@dataclass(frozen=True)
+class Proof:
+    """What a sweep's file shows.
+
+    Attributes:
+        rows: of the results file. summary: name → value with its bar. intervals: of the levels that are reached by
+            measuring on the card, as `step_constants.json` keeps them; empty without a sweep.
+    """
+
+    rows: list[dict[str, Any]]
+    summary: dict[str, dict[str, Any]]
+    intervals: dict[str, list[dict[str, list[float]]]]
+
+
+def prove(path: Path) -> Proof:
+    """Rows, promised numbers and intervals of a sweep's file; all numbers are misses without a file."""
+    from labkit.experiments.card_search import search_on_grid
+
+    if not path.is_file():
+        return Proof([], _summary({}, {}), {})
+    sweep = read_sweep(path)
+    alone = foretold(sweep.runs, sweep.constants, None)
+    parts = {
+        _ONE_RUN: foretold([run for run in sweep.runs if run is not sweep.first], *_calibrated(sweep.first, sweep)),
+        _HELD_BACK: foretold(sweep.held_back, *_calibrated(sweep.first, sweep)),
+        _UNSEEN: [],
     }
-    summary |= {
-        f"own engine on an H200, runs held back: {words}, median error, %": at_most(held.get(name), *bars)
-        for name, (words, *bars) in _BARS.items()
-    }
-    return rows, summary | {
-        "own engine, a flag changed after calibration at another: worst flag's median error, %": at_most(
-            worst_flag, 7, 4
-        ),
-        "own engine, 90 % interval, share of measured TPOT inside, %": at_least(inside, 85, 90),
-        "search on an H200's grid: goals met within 5 % in five launches, %": at_least(
-            searched.get("percent_within"), 95, 98
-        ),
-        "search on an H200's grid: launches used, mean": at_most(searched.get("mean_launches"), 5, 4),
-        "search on an H200's grid: configurations that were measured": at_least(
-            None if sweep is None else len(sweep.grid), _ENOUGH_POINTS
-        ),
+    for model, first in sweep.calibrating.items():
+        runs = [run for run in sweep.unseen if run.run.model == model]
+        parts[_UNSEEN] += foretold(runs, *_calibrated(first, sweep))
+    levels = {"microbenchmark": [alone], "calibrated": [parts[_ONE_RUN], *_after_more_runs(sweep)]}
+    flags, searched = changed_flags(sweep), search_on_grid(sweep, 5)
+    covered, inside = coverage(parts)
+    found = {
+        "worst flag": max(max(flag["throughput_median"], flag["tpot_median"]) for flag in flags.values()),
+        "order": right_order([*parts[_ONE_RUN]]), "inside": inside, "points": float(len(sweep.grid)), **searched,
     }  # fmt: skip
+    rows: list[dict[str, Any]] = [
+        {"check": "own engine, microbenchmark alone", "runs": len(alone), "median_error_percent": medians(alone)}
+    ]
+    rows += [{"check": f"own engine, {part}", **row} for part, group in parts.items() for row in group]
+    rows += [{"check": "own engine, one flag changed", "flag": flag, **values} for flag, values in flags.items()]
+    rows += [*covered, {"check": "search on the card's grid", "launches_allowed": 5, **searched}]
+    return Proof(rows, _summary({part: medians(group) for part, group in parts.items()}, found), _intervals(levels))
+
+
+_ONE_RUN, _HELD_BACK = "microbenchmark and one run", "runs held back"
+_UNSEEN = "runs that no choice of the model has seen"
+
+
+def _summary(
+    errors_of: Mapping[str, Mapping[str, float | None]], found: Mapping[str, float]
+) -> dict[str, dict[str, Any]]:
+    # The pools that send many requests back are not in the grid.
+    summary = {
+        f"own engine on an H200, {part}: {words}, median error, %": at_most(errors_of.get(part, {}).get(name), *bars)
+        for part in (_ONE_RUN, _HELD_BACK, _UNSEEN)
+        for name, (words, *bars) in _BARS.items()
+        if not (part == _ONE_RUN and name == "num_preemptions")
+    }
+    coverage_words = "own engine, 90 % interval, share of measured TPOT inside, %"
+    return summary | {
+        "own engine, a flag changed after calibration at another: worst flag's median error, %": at_most(
+            found.get("worst flag"), 7, 4
+        ),
+        "own engine, pairs of configurations more than 5 % apart in the right order, %": at_least(
+            found.get("order"), 95, 98
+        ),
+        coverage_words: at_least(found.get("inside"), 85, 90),
+        f"{coverage_words} (upper bar)": at_most(found.get("inside"), 95),
+        "search on an H200's grid: goals met within 5 % in five launches, %": at_least(
+            found.get("percent_within"), 95, 98
+        ),
+        "search on an H200's grid: launches used, mean": at_most(found.get("mean_launches"), 5, 4),
+        "search on an H200's grid: configurations that were measured": at_least(found.get("points"), _ENOUGH_POINTS),
+    }  # fmt: skip
+
+
+def _calibrated(first: MeasuredRun, sweep: Sweep) -> tuple[StepConstants, MeasuredMemory]:
+    return calibrate(sweep.constants, [first.record]), first.memory
+
+
+def _after_more_runs(sweep: Sweep) -> list[list[dict[str, Any]]]:
+    """Rows foretold by two calibrating runs, and by three."""
+    few, found = sweep.few, []
+    for count in range(2, len(few) + 1):
+        constants = calibrate(sweep.constants, [run.record for run in few[:count]])
+        found.append(foretold([run for run in sweep.runs if run not in few[:count]], constants, sweep.first.memory))
+    return found
+
+
+def _intervals(levels: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> dict[str, list[dict[str, list[float]]]]:
+    return {
+        level: [
+            {
+                metric: [round(edge, 3) for edge in conformal([ratio for _, ratio in run_ratios(rows, metric)])]
+                for metric in INTERVAL_METRICS
+            }
+            for rows in groups
+        ]
+        for level, groups in levels.items()
+    }
+
+
+def coverage(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[list[dict[str, Any]], float]:
+    """Rows of how many measured values lie in the interval of their prediction, and that share of the time per token in
+    percent: runs of the grid in the interval that runs of other token budgets give, other runs in that of the grid."""
+    rows, share = [], 0.0
+    for metric in reversed(INTERVAL_METRICS):
+        grid = run_ratios(parts[_ONE_RUN], metric)
+        interval = conformal([ratio for _, ratio in grid])
+        inside = {_ONE_RUN: left_out_inside(grid)}
+        for part in (_HELD_BACK, _UNSEEN):
+            inside[part] = [is_inside(ratio, interval) for _, ratio in run_ratios(parts[part], metric)]
+        share = percent([one for group in inside.values() for one in group])
+        rows.append({
+            "check": "own engine, interval after one run", "metric": metric, "percent_inside": share,
+            "half_width_percent": width_percent(interval),
+            "percent_inside_by_part": {part: percent(group) for part, group in inside.items() if group},
+        })  # fmt: skip
+    return rows, share
+
+
+def right_order(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Percent of pairs of runs whose measured throughputs differ by more than 5 % that are foretold in that order."""
+    rates = [(row["measured"]["output_tokens_per_s"], row["foretold"]["output_tokens_per_s"]) for row in rows]
+    right = [
+        (one[0] > other[0]) == (one[1] > other[1])
+        for one, other in combinations(rates, 2)
+        if max(one[0], other[0]) > _DIFFERENT * min(one[0], other[0])
+    ]
+    return percent(right)
 
 
 def fit_shipped(sweep: Sweep) -> StepConstants:
@@ -183,12 +291,6 @@ def fit_shipped(sweep: Sweep) -> StepConstants:
     roofline, fitted to a few runs of its grid."""
     bare = sweep.constants.replace(products=())
     return calibrate(bare, [run.record for run in sweep.grid[::9]])
-
-
-def share_inside(rows: Sequence[Mapping[str, Any]], constants: StepConstants) -> float:
-    """Percent of runs whose TPOT lies in the interval of its prediction."""
-    ratios = np.array([row["measured"]["tpot_mean_s"] / row["foretold"]["tpot_mean_s"] for row in rows])
-    return round(100 * float(np.mean((ratios >= constants.interval_low) & (ratios <= constants.interval_high))), 1)
 
 
 def errors(measured: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
@@ -253,58 +355,3 @@ def changed_flags(sweep: Sweep) -> dict[str, dict[str, float]]:
 def _only_difference(first: MeasuredRun, second: MeasuredRun) -> str | None:
     changed = [name for name, value in first.run.knobs.items() if second.run.knobs.get(name) != value]
     return changed[0] if len(changed) == 1 else None
-
-
-def search_on_grid(sweep: Sweep, max_runs: int) -> dict[str, float]:
-    """The search on the measured grid: launches are its runs, the simulation starts from the microbenchmark and learns
-    from the first launches. Percent of goals (throughput under limits of p99 ITL) met within 5 %, mean launches."""
-    grid = {tuple(run.row["knobs"].items()): run for run in sweep.grid}
-    points = [dict(key) for key in grid]
-    limits = [float(np.percentile([run.row["itl_p99_s"] for run in grid.values()], part)) for part in _LIMITS_PERCENT]
-    simulations = _Simulations(sweep, grid)
-    met, used = [], []
-    for default in (points[0], points[-1]):
-        for limit_s in limits:
-            best = max(run.row["output_tokens_per_s"] for run in grid.values() if run.row["itl_p99_s"] <= limit_s)
-            launched: list[MeasuredRun] = []
-
-            def launch(point: Point, launched: list[MeasuredRun] = launched) -> Outcome:
-                run = grid[tuple(point.items())]
-                launched.append(run)
-                return Outcome(run.row["output_tokens_per_s"], run.row["itl_p99_s"])
-
-            found = guided_search(
-                points, simulations.after(()), launch, default=default, latency_limit_s=limit_s, max_runs=max_runs,
-                repeats=False, resimulate=lambda launched=launched: simulations.after(launched),  # type: ignore[misc]
-            )  # fmt: skip
-            value = found.best.measured.value if found.best and found.best.measured else 0.0
-            met.append(value >= 0.95 * best)
-            used.append(len(found.launches))
-    return {
-        "goals": float(len(met)), "percent_within": round(100 * float(np.mean(met)), 1),
-        "mean_launches": round(float(np.mean(used)), 2), "most_launches": float(max(used)),
-    }  # fmt: skip
-
-
-class _Simulations:
-    """The grid foretold with constants of the microbenchmark and of runs, each set of runs once."""
-
-    def __init__(self, sweep: Sweep, grid: Mapping[tuple, MeasuredRun]) -> None:
-        self._sweep, self._grid = sweep, grid
-        self._known: dict[tuple[str, ...], dict[tuple, Outcome]] = {}
-
-    def after(self, launched: Sequence[MeasuredRun]) -> Simulate:
-        """Point → what is expected once `launched` have been run."""
-        key = tuple(sorted(run.record.run_id for run in launched))
-        if key not in self._known:
-            constants, memory = self._sweep.constants, None
-            if launched:
-                constants = calibrate(constants, [run.record for run in launched])
-                memory = launched[-1].memory
-            self._known[key] = {
-                point: Outcome(found["output_tokens_per_s"], found["itl_p99_s"])
-                for point, run in self._grid.items()
-                for found in [foretell(run, constants, memory)]
-            }
-        outcomes = self._known[key]
-        return lambda point: outcomes[tuple(point.items())]

@@ -1,6 +1,6 @@
 """A sweep of the real engine on the card that is here, as ground truth for the virtual one: one short run a setting.
 
-    python -m labkit.experiments.card_sweep results/h200-sweep.json microbenchmark=60 grid=120 held-back=60
+    python -m labkit.experiments.card_sweep results/h200-sweep.json microbenchmark=60 grid=120 held-back=60 unseen=90
 
 Rows hold what a run was judged by and every step in short columns, so that all comparisons can be made later without
 a card. The file is written anew after each run: what ran is kept when the time is over. Random weights.
@@ -14,10 +14,11 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from labkit.experiments.microbench import Bench, check_card, run_microbenchmark
@@ -102,6 +103,45 @@ def held_back_runs() -> list[SweepRun]:
     return [SweepRun("held back", point, 11 + index, traffic) for index, (point, traffic) in enumerate(others)]
 
 
+def unseen_runs() -> list[SweepRun]:
+    """Runs that no choice of the step-time model has seen: other block sizes, lengths, seeds and arrivals, no graphs,
+    a shared prefix, and a second model, whose first run calibrates it."""
+    swaps = {"preemption_mode": "swap", "swap_space": 2.0}
+    middle = {"num_requests": 90, "input_lengths": "uniform:100-700", "output_lengths": "uniform:20-150"}
+    longer = {"num_requests": 60, "input_lengths": "uniform:400-1500", "output_lengths": "uniform:32-200"}
+    prefix = {"num_requests": 120, "shared_prefix_tokens": 512, "input_lengths": "uniform:540-900"}
+    small: list[tuple[dict[str, Any], Mapping[str, Any]]] = [
+        ({"max_num_seqs": 72, "block_size": 32}, middle),
+        ({"max_num_seqs": 40, "max_num_batched_tokens": 3072, "kv_cache_dtype": "fp8"}, longer),
+        ({"max_num_seqs": 48, "max_num_batched_tokens": 1536}, {"num_requests": 120, "arrivals": "poisson:90"}),
+        ({"max_num_seqs": 100, "num_gpu_blocks_override": 450}, GROWING),
+        ({"max_num_seqs": 100, "num_gpu_blocks_override": 260, "block_size": 32}, GROWING),
+        ({"max_num_seqs": 8}, {"num_requests": 16, "output_lengths": "uniform:128-384"}),
+        ({"max_num_seqs": 56, "max_num_batched_tokens": 768, "enable_prefix_caching": True}, prefix),
+        ({"max_num_seqs": 100, "num_gpu_blocks_override": 420, **swaps}, GROWING),
+        ({"max_num_seqs": 64, "enforce_eager": True}, {"num_requests": 48}),
+    ]
+    roomy = {"gpu_memory_utilization": 0.3}
+    large: list[tuple[dict[str, Any], Mapping[str, Any]]] = [
+        ({**roomy, "max_num_seqs": 96, "max_num_batched_tokens": 1024}, middle),
+        ({**roomy, "max_num_seqs": 48, "kv_cache_dtype": "fp8", "block_size": 32}, middle),
+        ({**roomy, "max_num_seqs": 64, "num_gpu_blocks_override": 330}, GROWING),
+        ({**roomy, "max_num_seqs": 64}, {"num_requests": 64, "arrivals": "poisson:30"}),
+        ({**roomy, "max_num_seqs": 16, "max_num_batched_tokens": 4096}, {**longer, "num_requests": 24}),
+    ]
+    return [
+        *(SweepRun("unseen", point, 101 + index, traffic) for index, (point, traffic) in enumerate(small)),
+        SweepRun("calibrates", roomy, 200, {"num_requests": 64}, LARGE_MODEL),
+        *(SweepRun("unseen", point, 201 + index, traffic, LARGE_MODEL) for index, (point, traffic) in enumerate(large)),
+    ]
+
+
+# Each part of the file by its name on the command line.
+PARTS: Mapping[str, Callable[[], list[SweepRun]]] = MappingProxyType(
+    {"grid": lambda: sweep_runs(), "held back": held_back_runs, "unseen": unseen_runs}
+)
+
+
 class CardEngine:
     """The engine over one model's random weights, reconfigured from run to run.
 
@@ -130,6 +170,9 @@ class CardEngine:
             self._engine.reconfigure(planned)
         self._serve(synthetic_workload(**WARM_UP), 0)
         configure_s = time.monotonic() - start
+        if run.config.preemption_mode == "swap":
+            # Its copies compile when the first request is sent back.
+            self._serve(replace(run, seed=run.seed + 1000).workload(), run.seed)
         gc.collect()
         outcome = self._serve(run.workload(), run.seed)
         return {
@@ -209,7 +252,7 @@ def unpacked_steps(packed: Mapping[str, str]) -> tuple[StepRow, ...]:
 def run_part(
     part: str, path: Path, budget_s: float, *, on_progress: Callable[[str], None] = print, device: str = "cuda"
 ) -> dict[str, Any]:
-    """Measure one part ("microbenchmark", "grid" or "held back") until it is done or the time is over, and write it.
+    """Measure "microbenchmark" or one of `PARTS` until it is done or the time is over, and write it.
 
     Rows of other parts that the file holds already stay.
     """
@@ -219,7 +262,7 @@ def run_part(
         content["microbenchmark"] = asdict(run_microbenchmark(budget_s, on_progress=on_progress, made=_now()))
         _write(path, content)
         return content
-    runs = sweep_runs() if part == "grid" else held_back_runs()
+    runs = PARTS[part]()
     engines: dict[str, CardEngine] = {}
     rows = [row for row in content["rows"] if row["part"] not in {run.part for run in runs}]
     for run in runs:
@@ -277,7 +320,7 @@ def main() -> None:
     """The command line of this module."""
     parser = argparse.ArgumentParser(description="Sweep labkit's engine on the card that is here.")
     parser.add_argument("path", type=Path)
-    parser.add_argument("parts", nargs="+", help="microbenchmark, grid or held-back, each with =SECONDS")
+    parser.add_argument("parts", nargs="+", help="microbenchmark, grid, held-back or unseen, each with =SECONDS")
     options = parser.parse_args()
     check_card()
     for part in options.parts:

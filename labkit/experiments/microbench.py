@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +28,7 @@ class Shapes:
     """What is launched.
 
     Attributes:
-        matrices: (outputs, inputs) of a layer's matrices, small model to large. rows: tokens of a step.
+        matrices: (outputs, inputs) around those of layers, narrow and wide. rows: tokens of a step.
         heads: (query heads, KV heads). decodes: (requests, context of each).
         prefills: (requests, new tokens of each, context that they end at).
         elementwise: rows of norms and activations, of width `hidden` and `wide`. sampled: rows of `vocab_size` logits.
@@ -36,7 +36,7 @@ class Shapes:
         rotated_bytes: of weights and keys, so that the L2 keeps none from one launch to the next, as in a model.
     """
 
-    matrices: tuple[tuple[int, int], ...] = ((1024, 2048), (6144, 1024), (4096, 4096), (28672, 4096))
+    matrices: tuple[tuple[int, int], ...] = tuple(product((1024, 4096, 28672), (1024, 4096, 14336)))
     rows: tuple[int, ...] = (1, 16, 64, 128, 256, 512, 1024, 2048, 8192)
     heads: tuple[tuple[int, int], ...] = ((16, 8), (32, 8))
     decodes: tuple[tuple[int, int], ...] = (

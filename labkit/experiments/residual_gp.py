@@ -6,7 +6,7 @@ import numpy as np
 
 # How far a simulation errs, how much of that all settings share, and over how much of a knob's range it changes;
 # chosen on the grids of `search_bench`, where they need the fewest launches.
-_SCALE, _SHARED, _LENGTH, _FLOOR = 0.3, 0.2, 0.3, 1e-9
+SCALE, _SHARED, _LENGTH, _FLOOR = 0.3, 0.2, 0.3, 1e-9
 
 
 class ResidualGp:
@@ -15,13 +15,14 @@ class ResidualGp:
     Args:
         points: [candidates, knobs] positions of all candidates, each knob scaled to 0 … 1.
         noise: relative standard deviation of a repeated measurement.
+        scale: how far the simulation errs, as the standard deviation of the log ratio.
     """
 
-    def __init__(self, points: np.ndarray, noise: float = 0.02) -> None:
+    def __init__(self, points: np.ndarray, noise: float = 0.02, scale: float = SCALE) -> None:
         distance = np.abs(points[:, None, :] - points[None, :, :])
         # A smooth trend over the knobs, and one shared error of the simulation's level.
         near = np.exp(-0.5 * (distance**2).sum(axis=2) / _LENGTH**2)
-        self._prior = _SCALE**2 * (_SHARED + (1 - _SHARED) * near)
+        self._prior = scale**2 * (_SHARED + (1 - _SHARED) * near)
         self._noise = noise
         self._seen: list[int] = []
         self._values: list[float] = []

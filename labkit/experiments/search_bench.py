@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from labkit.experiments.public_runs import PublicRun
-from labkit.experiments.search import Outcome, Point, guided_search
+from labkit.engine.step_constants import StepConstants
+from labkit.experiments.intervals import calibrated_by
+from labkit.experiments.public_runs import PublicRun, predict
+from labkit.experiments.search import Learnt, Outcome, Point, guided_search
 
 _LIMITS_PERCENT = (25, 50, 75, 100)
 _FEWEST = 10
@@ -16,11 +18,16 @@ _FEWEST = 10
 
 @dataclass(frozen=True)
 class Grid:
-    """Measured (tensor parallelism, concurrency) points of one model, card and traffic, with a latency limit."""
+    """Measured (tensor parallelism, concurrency) points of one model, card and traffic, with a latency limit.
+
+    Attributes:
+        constants: that never saw the model.
+    """
 
     runs: tuple[PublicRun, ...]
-    errors: tuple[float, ...]
+    constants: StepConstants
     limit_s: float
+    _simulated: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
 
     @property
     def points(self) -> list[dict[str, int]]:
@@ -30,55 +37,69 @@ class Grid:
             for run in self.runs
         ]
 
-    def outcome(self, point: Point, *, measured: bool) -> Outcome:
-        """Output tokens per second and card, and the time per token; simulated ones by constants that never saw the
-        model."""
-        index = self.points.index(dict(point))
+    def measured(self, point: Point) -> Outcome:
+        """Output tokens per second and card, and the time per token."""
+        return self._outcome(self.points.index(dict(point)), [run.seconds for run in self.runs])
+
+    def simulation(self, launched: Sequence[Point] = ()) -> Learnt:
+        """The same as foretold by constants that know the launched points alone."""
+        own = tuple(self.points.index(dict(point)) for point in launched)
+        constants = self.constants
+        if own:
+            constants = calibrated_by(constants, tuple(self.runs[index] for index in own))
+        if own not in self._simulated:
+            self._simulated[own] = predict(self.runs, constants)
+        seconds = self._simulated[own].tolist()
+        return Learnt(lambda point: self._outcome(self.points.index(dict(point)), seconds), constants.relative_error)
+
+    def _outcome(self, index: int, seconds: Sequence[float]) -> Outcome:
         run = self.runs[index]
-        seconds = run.seconds if measured else run.seconds * float(np.exp(self.errors[index]))
-        return Outcome(run.concurrency / seconds / run.config.tensor_parallel_size, seconds)
+        return Outcome(run.concurrency / seconds[index] / run.config.tensor_parallel_size, seconds[index])
 
     @property
     def best(self) -> float:
         """The largest measured value inside the limit."""
-        outcomes = [self.outcome(point, measured=True) for point in self.points]
+        outcomes = [self.measured(point) for point in self.points]
         return max(one.value for one in outcomes if (one.latency_s or 0.0) <= self.limit_s)
 
 
-def grids(errors: Sequence[tuple[PublicRun, float]]) -> Iterator[Grid]:
+def grids(runs: Sequence[PublicRun], fits: Mapping[str, StepConstants]) -> Iterator[Grid]:
     """Grids of 10 points or more, each under four latency limits.
 
     Args:
-        errors: runs with log(predicted/measured), as `simulation_bench.left_out` gives them.
+        fits: model → constants that never saw it.
     """
-    groups: dict[tuple, dict[tuple, tuple[PublicRun, float]]] = {}
-    for run, error in errors:
+    groups: dict[tuple, dict[tuple, PublicRun]] = {}
+    for run in runs:
         key = (run.model_name, run.weights, run.gpu_name, round(run.input_tokens), round(run.output_tokens))
-        groups.setdefault(key, {})[run.config.tensor_parallel_size, run.concurrency] = (run, error)
+        groups.setdefault(key, {})[run.config.tensor_parallel_size, run.concurrency] = run
     for group in groups.values():
         if len(group) >= _FEWEST:
-            runs, misses = zip(*(group[key] for key in sorted(group)), strict=True)
+            own = tuple(group[key] for key in sorted(group))
             for percent in _LIMITS_PERCENT:
-                yield Grid(runs, misses, float(np.percentile([run.seconds for run in runs], percent)))
+                limit_s = float(np.percentile([run.seconds for run in own], percent))
+                yield Grid(own, fits[own[0].model_name], limit_s)
 
 
 def shares_within(
-    errors: Sequence[tuple[PublicRun, float]], max_runs: int, tolerance: float = 0.05
+    runs: Sequence[PublicRun], fits: Mapping[str, StepConstants], max_runs: int, tolerance: float = 0.05
 ) -> dict[str, float]:
     """Percent of grids whose best is met to `tolerance` in `max_runs` launches, with the mean launches used; the
-    search starts from the middle of each grid."""
+    search starts from the middle of each grid and its simulation learns from the first launches."""
     met, used = [], []
-    for grid in grids(errors):
+    for grid in grids(runs, fits):
         points = grid.points
+        launched: list[Point] = []
+
+        def launch(point: Point, grid: Grid = grid, launched: list[Point] = launched) -> Outcome:
+            launched.append(point)
+            return grid.measured(point)
+
         found = guided_search(
-            points,
-            lambda point, grid=grid: grid.outcome(point, measured=False),  # type: ignore[misc]
-            lambda point, grid=grid: grid.outcome(point, measured=True),  # type: ignore[misc]
-            default=points[len(points) // 2],
-            latency_limit_s=grid.limit_s,
-            max_runs=max_runs,
-            repeats=False,
-        )
+            points, grid.simulation().simulate, launch, default=points[len(points) // 2],
+            latency_limit_s=grid.limit_s, max_runs=max_runs, repeats=False,
+            resimulate=lambda grid=grid, launched=launched: grid.simulation(launched),  # type: ignore[misc]
+        )  # fmt: skip
         value = found.best.measured.value if found.best and found.best.measured else 0.0
         met.append(value >= (1 - tolerance) * grid.best)
         used.append(len(found.launches))

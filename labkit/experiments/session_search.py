@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from labkit.experiments.card_files import constants_for
 from labkit.experiments.grid_sweep import KNOBS, RUN_ID, grid_points
 from labkit.experiments.measured_memory import MeasuredMemory, memory_of
 from labkit.experiments.run import RunOptions
-from labkit.experiments.search import Outcome, Point, SearchResult, Simulate, guided_search
+from labkit.experiments.search import Learnt, Outcome, Point, SearchResult, Simulate, guided_search
 from labkit.experiments.virtual_run import VirtualOptions, simulate
 from labkit.experiments.worker import OnEvent
 from labkit.measure.run_record import RunRecord
@@ -90,7 +91,7 @@ def search_session(
     result = guided_search(
         points, search.simulation(known), launches.launch,
         default=default, latency_limit_s=limit_s, max_runs=max_runs,
-        repeats=search.is_real, resimulate=lambda: search.recalibrated(launches.records, known),
+        repeats=search.is_real, resimulate=lambda: search.recalibrated(launches.measured, known),
     )  # fmt: skip
     return result, tuple(launches.records)
 
@@ -159,7 +160,7 @@ class _Search:
             return None
         return None if record.status != "finished" else self.outcome(record)
 
-    def recalibrated(self, records: Sequence[RunRecord], points: Sequence[Point]) -> Simulate | None:
+    def recalibrated(self, records: Sequence[RunRecord], points: Sequence[Point]) -> Learnt | None:
         """A simulation whose constants the real runs have corrected; None where runs are simulated themselves."""
         usable = [record for record in records if record.status == "finished" and len(record.steps) > 3]
         if not self.is_real or not usable:
@@ -168,7 +169,7 @@ class _Search:
         measured = usable[-1].measured
         if measured is not None:
             self._memory = memory_of(measured.parts(), usable[-1].plan)
-        return self.simulation(points)
+        return Learnt(self.simulation(points), self._constants.relative_error)
 
 
 class _Halving:
@@ -208,13 +209,18 @@ def _key(point: Point) -> tuple:
 
 @dataclass
 class _Launches:
-    """Launches, real or simulated, each a trial of the study; those of an earlier search come from there."""
+    """Launches, real or simulated, each a trial of the study; those of an earlier search come from there.
+
+    Attributes:
+        records: of this search. measured: these and those of an earlier one, to learn from.
+    """
 
     search: _Search
     study: optuna.Study
     space: Mapping[str, list[Any]]
     on_event: OnEvent | None
     records: list[RunRecord] = field(default_factory=list)
+    measured: list[RunRecord] = field(default_factory=list)
     _taken: set[int] = field(default_factory=set)
 
     def launch(self, point: Point) -> Outcome:
@@ -260,6 +266,7 @@ class _Launches:
         else:
             record = search.virtual(point, workload, f"search-{len(self.records) + 1}")
         self.records.append(record)
+        self.measured.append(record)
         return record
 
     def _new_trial(self, point: Point) -> optuna.Trial:
@@ -280,10 +287,19 @@ class _Launches:
             self._taken.add(trial.number)
             if trial.value is None:
                 raise DoesNotFitError(str(attributes.get("error", "it did not start")))
+            self._learn_again(attributes)
             return Outcome(
                 trial.value, attributes.get("latency_s"), 1.0, attributes.get(RUN_ID, ""), attributes.get("light_value")
             )
         return None
+
+
+    def _learn_again(self, attributes: Mapping[str, Any]) -> None:
+        """Take the runs behind a launch of an earlier search; those that the store has no more are done without."""
+        for run_id in (attributes.get(RUN_ID, ""), attributes.get(LIGHT_RUN_ID, "")):
+            if self.search.is_real and run_id:
+                with suppress(LabkitError):
+                    self.measured.append(self.search.session.store.get(run_id))
 
 
 def name_of_point(point: Point) -> str:

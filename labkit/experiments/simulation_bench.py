@@ -8,16 +8,25 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from labkit.engine.step_constants import CONSTANT_NAMES, LEVELS, StepConstants, constants_table, load_constants
+from labkit.engine.step_constants import CONSTANT_NAMES, LEVELS, TPOT, StepConstants, constants_table, load_constants
 from labkit.experiments.card_proof import fit_shipped, prove, read_sweep
 from labkit.experiments.fit_constants import fit_constants
+from labkit.experiments.intervals import (
+    Interval,
+    Ratio,
+    after_few_runs,
+    conformal,
+    left_out_inside,
+    percent,
+    width_percent,
+)
 from labkit.experiments.public_runs import PublicRun, predict, public_runs
 from labkit.experiments.search_bench import shares_within
 from labkit.experiments.virtual_run import VirtualOptions, simulate
@@ -43,6 +52,7 @@ SPEED = "1,000 requests of the Azure trace, 8B model on an H100, CPU seconds"
 SEARCH = "public grids whose best is met within 5 % in five launches, %"
 COVERAGE_LOW = "90 % interval, share of measured values inside, %"
 COVERAGE_HIGH = "90 % interval, share of measured values inside, % (upper bar)"
+AFTER_RUNS = "90 % interval after one to three calibrating runs, share of measured values inside, %"
 _NORMAL_90 = 1.645
 KeyOf = Callable[[PublicRun], Any]
 Runs = tuple[PublicRun, ...]
@@ -59,15 +69,21 @@ def fit_engine(runs: Runs) -> StepConstants:
     return fit_constants(start, lambda found: predict(runs, found), measured_s(runs), SIGMAS, noise=NOISE)
 
 
-def left_out(runs: Runs, key: KeyOf) -> np.ndarray:
+def fits_without(runs: Runs, key: KeyOf) -> dict[Any, StepConstants]:
+    """Key → constants fitted to the runs that do not have it."""
+    return {
+        one: fit_engine(tuple(run for run in runs if key(run) != one)) for one in sorted({key(run) for run in runs})
+    }
+
+
+def left_out(runs: Runs, key: KeyOf, fits: Mapping[Any, StepConstants]) -> np.ndarray:
     """log(predicted/measured) of each run by constants fitted without the runs that share its key, [runs]."""
     errors = np.empty(len(runs))
     keys = [key(run) for run in runs]
-    for one in sorted(set(keys)):
+    for one, constants in fits.items():
         mask = np.array([entry == one for entry in keys])
-        others = tuple(run for run, out in zip(runs, mask, strict=True) if not out)
         own = tuple(run for run, out in zip(runs, mask, strict=True) if out)
-        errors[mask] = np.log(predict(own, fit_engine(others)) / measured_s(own))
+        errors[mask] = np.log(predict(own, constants) / measured_s(own))
     return errors
 
 
@@ -86,21 +102,28 @@ def bench_simulation(
     """
     by_card: list[tuple[PublicRun, float]] = []
     by_model: list[tuple[PublicRun, float]] = []
+    fits: dict[str, dict[str, StepConstants]] = {}
     for engine in ("V1", "V0"):
         runs = tuple(run for run in public_runs() if run.engine == engine)
-        by_card += zip(runs, left_out(runs, lambda run: run.gpu_name), strict=True)
-        by_model += zip(runs, left_out(runs, lambda run: run.model_name), strict=True)
+        by_card += zip(runs, left_out(runs, _card_of, fits_without(runs, _card_of)), strict=True)
+        fits[engine] = fits_without(runs, _model_of)
+        by_model += zip(runs, left_out(runs, _model_of, fits[engine]), strict=True)
     inside, intervals = coverage(by_model)
-    served = [(run, error) for run, error in by_model if run.engine == "V1"]
+    served = tuple(run for run in public_runs() if run.engine == "V1")
+    calibrated = after_few_runs(served, fits["V1"].__getitem__)
     searched = [
-        {"check": "search on public grids", "launches_allowed": most, **shares_within(served, most)} for most in (3, 5)
+        {"check": "search on public grids", "launches_allowed": most, **shares_within(served, fits["V1"], most)}
+        for most in (3, 5)
     ]
+    proof = prove(sweep)
     if fit:
-        _write_constants(intervals, sweep)
-    rows = [*_rows("card left out", by_card, lambda run: run.gpu_name), *_rows("model left out", by_model, _model_of)]
+        after = [{TPOT: _edges(conformal([ratio for _, ratio in ratios]))} for ratios in calibrated.values()]
+        _write_constants(intervals, {"labkit": proof.intervals, "vllm": {"calibrated": after}}, sweep)
+    rows = [*_rows("card left out", by_card, _card_of), *_rows("model left out", by_model, _model_of)]
     for level, errors in (("data sheet alone", _errors("data sheet")), ("in sample", _errors("shipped"))):
         rows += _rows(level, errors, _model_of)
-    rows += [*_kept_back(), *searched]
+    after_rows, after_inside = _after_rows(calibrated)
+    rows += [*after_rows, *_kept_back(), *searched]
     summary = {
         DENSE_CARD: at_most(median_error(by_card, moe=False), 10, 7),
         DENSE_MODEL: at_most(median_error(by_model, moe=False), 8, 6),
@@ -110,12 +133,32 @@ def bench_simulation(
         SEARCH: at_least(float(searched[-1]["percent_within"]), 95, 98),
         COVERAGE_LOW: at_least(inside, 85, 90),
         COVERAGE_HIGH: at_most(inside, 95, 90),
+        AFTER_RUNS: at_least(after_inside, 85, 90),
+        f"{AFTER_RUNS} (upper bar)": at_most(after_inside, 95, 90),
     }
-    card_rows, card_summary = prove(sweep)
     return write_results(
-        path, command="labkit bench simulation", rows=[*rows, *card_rows], summary=summary | card_summary,
+        path, command="labkit bench simulation", rows=[*rows, *proof.rows], summary=summary | proof.summary,
         intervals=intervals,
     )  # fmt: skip
+
+
+def _after_rows(calibrated: Mapping[int, Sequence[Ratio]]) -> tuple[list[dict[str, Any]], float]:
+    """Errors and intervals after so many calibrating runs, and the share of all values inside, models left out."""
+    rows, every = [], []
+    for count, ratios in calibrated.items():
+        inside, sizes = left_out_inside(ratios), np.abs(np.expm1([-ratio for _, ratio in ratios]))
+        every += inside
+        rows.append({
+            "check": "calibrated by runs of the same deployment", "calibrating_runs": count, "runs": len(ratios),
+            "median_error_percent": _percent(sizes, 50), "p90_error_percent": _percent(sizes, 90),
+            "percent_inside": percent(inside),
+            "half_width_percent": width_percent(conformal([ratio for _, ratio in ratios])),
+        })  # fmt: skip
+    return rows, percent(every)
+
+
+def _edges(interval: Interval) -> list[float]:
+    return [round(edge, 3) for edge in interval]
 
 
 # vLLM 0.25.1 on one H200, the shape of Llama-3.1-8B with random weights: requests, measured output tokens per second.
@@ -215,6 +258,10 @@ def _model_of(run: PublicRun) -> str:
     return run.model_name
 
 
+def _card_of(run: PublicRun) -> str:
+    return run.gpu_name
+
+
 def _rows(kind: str, errors: Sequence[tuple[PublicRun, float]], key: KeyOf) -> list[dict[str, Any]]:
     rows = []
     for engine, one in sorted({(run.engine, key(run)) for run, _ in errors}):
@@ -228,7 +275,7 @@ def _percent(sizes: np.ndarray, share: float) -> float:
     return round(100 * float(np.percentile(sizes, share)), 2)
 
 
-def _write_constants(intervals: dict[str, list[float]], sweep: Path) -> None:
+def _write_constants(intervals: dict[str, list[float]], measured: Mapping[str, Any], sweep: Path) -> None:
     import labkit.engine
 
     path = Path(next(iter(labkit.engine.__path__))) / "step_constants.json"
@@ -238,6 +285,7 @@ def _write_constants(intervals: dict[str, list[float]], sweep: Path) -> None:
         table["shipped"][engine] = {**_rounded(found, SIGMAS), **intervals}
     if sweep.is_file():
         table["shipped"]["labkit"] = {**_rounded(fit_shipped(read_sweep(sweep)), CONSTANT_NAMES), **intervals}
+        table["intervals"] = measured
     constants_table.cache_clear()
     write_atomic(path, json.dumps(table, indent=1, ensure_ascii=False) + "\n")
 

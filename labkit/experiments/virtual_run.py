@@ -29,6 +29,7 @@ from labkit.specs.workload import Workload
 
 IsCancelled = Callable[[], bool]
 _ASK_EVERY, _GROUPED_FROM = 16, 9.0
+_METRICS = {"output_tokens_per_s": "output tokens per second", "itl_p99_s": "p99 between tokens"}
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ def simulate(
         run_id, name, created: of the record.
 
     Returns:
-        The record; `versions` holds the level of the constants and the interval that holds 90 % of measured step
-        times, as factors. `status` is "failed" with `error` set when the plan refuses the configuration.
+        The record; `versions` holds the level of the constants and the interval that holds 90 % of measured times per
+        output token, as factors. `status` is "failed" with `error` set when the plan refuses the configuration.
 
     Raises:
         UnsupportedError: the card has no data-sheet bandwidth and compute figures.
@@ -300,6 +301,14 @@ def request_row(output: RequestOutput) -> RequestRow:
     )  # fmt: skip
 
 
+def interval_words(constants: StepConstants) -> str:
+    """Between which factors on what is shown nine in ten measured runs lie."""
+    known = [("time per output token", constants.interval_low, constants.interval_high)]
+    known += [(_METRICS[name], low, high) for name, low, high in constants.metric_intervals if name in _METRICS]
+    parts = [f"{low:.2f} to {high:.2f} times the {words}" for words, low, high in known]
+    return f"Nine in ten measured runs had {', '.join(parts)} that is predicted."
+
+
 def _new_record(
     plan: MemoryPlan,
     config: EngineConfig,
@@ -321,11 +330,10 @@ def _new_record(
         },
         versions={
             plan.engine: plan.engine_version, "step-time constants": constants.level,
-            "step-time interval": f"{low:.3g} to {high:.3g}",
+            "time per token, interval": f"{low:.3g} to {high:.3g}",
         },
         origin="simulated",
-        note=f"Simulated with {constants.level} constants: nine in ten measured step times lie between {low:.2f} "
-        f"and {high:.2f} times the ones shown.",
+        note=f"Simulated with {constants.level} constants. {interval_words(constants)}",
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def test_simulate_prints_speed_and_how_sure_it_is():
     assert result.exit_code == 0
     assert "10 of 10 requests" in result.output
     assert "simulated" in result.output
-    assert "nine in ten" in result.output.replace("\n", " ")
+    assert "Nine in ten" in result.output.replace("\n", " ")
 
 
 def test_simulate_gives_the_record_as_json():

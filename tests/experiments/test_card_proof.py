@@ -11,7 +11,8 @@ import pytest
 from labkit.engine.step_constants import load_constants
 from labkit.experiments import card_proof, card_sweep
 from labkit.experiments.card_constants import constants_of
-from labkit.experiments.card_proof import changed_flags, errors, foretold, medians, read_sweep, search_on_grid
+from labkit.experiments.card_proof import changed_flags, errors, foretold, medians, read_sweep
+from labkit.experiments.card_search import search_on_grid
 from labkit.experiments.card_sweep import SweepRun, packed_steps, run_metrics
 from labkit.experiments.measured_memory import MeasuredMemory, memory_of
 from labkit.experiments.microbench import Microbenchmark, Timing

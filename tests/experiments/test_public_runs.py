@@ -16,6 +16,10 @@ from labkit.experiments.public_runs import predict, public_runs
 RESULTS = Path(__file__).parents[2] / "results" / "simulation.json"
 
 
+def card_of(run):
+    return run.gpu_name
+
+
 def test_the_runs_that_are_used():
     runs = public_runs()
     assert len({run.run_id for run in runs}) > 1000
@@ -36,7 +40,7 @@ def test_shipped_constants_predict_the_runs_they_were_fitted_to(engine, version,
 
 def test_a_card_left_out_is_predicted_by_the_others():
     runs = tuple(run for run in public_runs() if run.model_name == "meta-llama/Llama-3.1-70B")
-    errors = bench.left_out(runs, lambda run: run.gpu_name)
+    errors = bench.left_out(runs, card_of, bench.fits_without(runs, card_of))
     assert np.median(np.abs(np.expm1(errors))) < 0.08
 
 
@@ -46,7 +50,7 @@ def test_leaving_out_does_not_see_what_it_predicts():
 
     doubled = tuple(replace(run, seconds=2 * run.seconds) if run.gpu_name == "H100 SXM" else run for run in runs)
     is_h100 = np.array([run.gpu_name == "H100 SXM" for run in runs])
-    honest, changed = (bench.left_out(group, lambda run: run.gpu_name) for group in (runs, doubled))
+    honest, changed = (bench.left_out(group, card_of, bench.fits_without(group, card_of)) for group in (runs, doubled))
     assert changed[is_h100] == pytest.approx(honest[is_h100] - np.log(2))
 
 

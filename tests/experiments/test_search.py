@@ -10,9 +10,9 @@ import pytest
 from labkit.errors import DoesNotFitError, OutOfRangeError, WorkerError
 from labkit.experiments.public_runs import public_runs
 from labkit.experiments.residual_gp import ResidualGp
-from labkit.experiments.search import Outcome, guided_search, scaled_positions
+from labkit.experiments.search import Learnt, Outcome, guided_search, scaled_positions
 from labkit.experiments.search_bench import shares_within
-from labkit.experiments.simulation_bench import left_out
+from labkit.experiments.simulation_bench import fit_engine
 
 POINTS = [{"max_num_seqs": seqs, "block_size": block} for seqs in (32, 64, 128, 256) for block in (16, 32)]
 
@@ -88,7 +88,7 @@ def test_a_simulation_that_learns_from_the_first_launches_is_asked_again():
 
     def resimulate():
         asked.append(True)
-        return lambda point: Outcome(truth[point["max_num_seqs"]] - point["block_size"])
+        return Learnt(lambda point: Outcome(truth[point["max_num_seqs"]] - point["block_size"]), 0.005)
 
     found = search(
         launch=lambda point: Outcome(truth[point["max_num_seqs"]] - point["block_size"]), resimulate=resimulate
@@ -96,6 +96,8 @@ def test_a_simulation_that_learns_from_the_first_launches_is_asked_again():
     assert len(asked) == 2
     assert found.best.point == {"max_num_seqs": 64, "block_size": 16}
     assert [one.point["max_num_seqs"] for one in found.launches][1] == 64
+    # What errs by so little leaves nothing to look for beside the best: default and winner, each once more.
+    assert len(found.launches) == 4
 
 
 def test_one_error_of_the_step_time_moves_value_and_latency_together():
@@ -189,9 +191,10 @@ def test_positions_are_scaled_by_knob():
 
 
 def test_public_grids_are_met_in_five_launches():
-    runs = tuple(run for run in public_runs() if run.model_name == "meta-llama/Llama-3.1-70B")
-    errors = list(zip(runs, left_out(runs, lambda run: run.gpu_name), strict=True))
-    found = shares_within(errors, 5)
-    assert found["grids"] >= 20
+    served = tuple(run for run in public_runs() if run.engine == "V1")
+    runs = tuple(run for run in served if run.model_name == "meta-llama/Llama-3.1-70B" and run.gpu_name == "H200")
+    others = tuple(run for run in served if run.model_name != runs[0].model_name)[::3]
+    found = shares_within(runs, {runs[0].model_name: fit_engine(others)}, 5)
+    assert found["grids"] >= 8
     assert found["percent_within"] >= 85
     assert found["mean_launches"] <= 5
