@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipywidgets
 
 from labkit import format as shown
+from labkit.doctor.error_text import explain_error_text
 from labkit.errors import LabkitError
 from labkit.memory.log_explanation import LogExplanation, explain_log
 from labkit.memory.logs import read_log
@@ -35,6 +36,7 @@ class LogBox(ipywidgets.VBox):
         self.table = DataTable(columns=COLUMNS, caption="Part by part, log beside plan")
         self.button.on_click(lambda _: self.explain())
         super().__init__([Screen(), self.text, self.button, self.answer, self.table])
+        self.add_class("lk-panel")
 
     def explain(self) -> LogExplanation | None:
         """Read the box and show the answer; the explanation, or None where the text could not be read."""
@@ -46,6 +48,10 @@ class LogBox(ipywidgets.VBox):
             self.table.rows = []
             self.answer.say(str(error), "bad")
             return None
+        if found.cause == "not_vllm" and (known := explain_error_text(self.text.value)).exit_code == 2:
+            self.table.rows = []
+            self.answer.say(known.sentence, "bad", details="\n".join(f"fix: {check.fix}" for check in known.checks))
+            return found
         cures = [f"cure: {cure.text}" for cure in found.cures]
         notes = [f"note: {note}" for note in found.notes]
         self.answer.say(

@@ -28,6 +28,7 @@ from labkit.text import plain
 from labkit.widgets.advice_view import AdviceView
 from labkit.widgets.knobs import KnobSet
 from labkit.widgets.parts import DataTable, PlotlyLibrary, Screen, TextLine
+from labkit.widgets.paste_box import PasteBox
 from labkit.widgets.pictures import Look, Pictures
 from labkit.widgets.run_bar import RunBar
 from labkit.widgets.run_control import Outcome, RunControl, RunView, SessionLike
@@ -78,6 +79,7 @@ class Panel(ipw.VBox):
         )
         self.editor = RunEditor(getattr(session, "edits", None), self._edited)
         self.compared, self.compared_table = TextLine(), DataTable(folded="the two runs as a table")
+        self.paste_box = PasteBox(session.model, session.gpu, lambda settings: self.knob_set.set(**settings))
         self.note = TextLine(text=_note(session), classes=("lk-caption",))
         self.task_line = TextLine(classes=("lk-caption",))
         self.control = RunControl(session, self)
@@ -104,8 +106,11 @@ class Panel(ipw.VBox):
         tabs = self.pictures.tabs_view((self.runs, self.editor.view(), self.compared, self.compared_table))
         main = ipw.Box([memory, knobs, tabs])
         main.add_class("lk-main")
-        return [PlotlyLibrary(), self.screen, self.answer, self.run_bar.view(), self.note, self.task_line, self.stale,
-                main]  # fmt: skip
+        paste = self.paste_box.view()
+        paste.layout.display = "none"
+        self.run_bar.paste.observe(lambda now: setattr(paste.layout, "display", "" if now["new"] else "none"), "value")
+        return [PlotlyLibrary(), self.screen, self.answer, self.run_bar.view(), paste, self.note, self.task_line,
+                self.stale, main]  # fmt: skip
 
     def _connect(self) -> None:
         bar, pictures = self.run_bar, self.pictures

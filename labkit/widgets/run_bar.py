@@ -55,6 +55,9 @@ class RunBar:
         self.command = ipw.Button(description="Copy command")
         self.settings = ipw.Button(description="Copy settings")
         self.pin = ipw.Button(description="Pin as baseline")
+        self.paste = ipw.ToggleButton(
+            description="Paste …", tooltip="a vllm serve command, settings, a log or an error"
+        )
         self.status = TextLine(role="status")
         self.command_line = TextLine(classes=("lk-command",))
         self.counted_steps = ipw.BoundedIntText(
@@ -70,7 +73,7 @@ class RunBar:
         counted = [self.counted_steps] if self._can_count else []
         place = [self.is_virtual] if len(self.is_virtual.options) > 1 else []
         row = ipw.Box([self.run, *place, self.cancel, *counted, self.sweep, self.sweep_knob, self.sweep_text,
-                       self.report, self.command, self.settings, self.pin])  # fmt: skip
+                       self.report, self.command, self.settings, self.paste, self.pin])  # fmt: skip
         row.add_class("lk-bar")
         column = ipw.VBox([row, self.status, self.command_line])
         column.add_class("lk-column")
