@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: demo lab test lint chromium bench clean
+.PHONY: demo lab test tests lint chromium bench clean
 demo:
 	@$(PYTHON) tools/bootstrap.py
 	@$(BIN)/labkit tune --demo
@@ -15,7 +15,9 @@ lab:
 
 test: chromium
 	@$(PYTHON) tools/bootstrap.py --tests
-	$(MAKE) lint
+	$(MAKE) -j2 --output-sync=line lint tests
+
+tests:
 	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake --nbmake-timeout=300 tests notebooks
 
 lint:
