@@ -95,12 +95,12 @@ def simulate(
         )
     config = config or EngineConfig()
     if memory is None and constants is None:
-        known = calibration_for(gpu, model.name, engine=engine, engine_version=engine_version)
-        memory = None if known is None else known.memory
+        by_runs = calibration_for(gpu, model.name, engine=engine, engine_version=engine_version)
+        memory = None if by_runs is None else by_runs.memory
     plan = memory_plan(model, gpu, config, engine=engine, engine_version=engine_version)
     if memory is not None:
-        known_parts = memory.calibration(plan)
-        plan = memory_plan(model, gpu, config, engine=engine, engine_version=engine_version, calibration=known_parts)
+        known = memory.calibration()
+        plan = memory_plan(model, gpu, config, engine=engine, engine_version=engine_version, calibration=known)
     constants = constants or constants_for(
         gpu, model.name, engine=engine, engine_version=engine_version, is_moe=model.moe is not None
     )
@@ -133,7 +133,12 @@ def step_time_model(plan: MemoryPlan, constants: StepConstants) -> StepTimeModel
     captures = _routes_on_card(plan)
     launch = vllm_launch_rules(config) if plan.engine == "vllm" else labkit_rules(config, captures=captures)
     model = StepTimeModel(step_cost(plan.model, config), plan.gpu, constants, launch)
-    if plan.engine == "vllm" or not model.waits_for_host(int(config.max_num_batched_tokens or 1)):
+    if plan.engine == "vllm":
+        return model
+    is_captured = plan.details.get("captures_largest")
+    if is_captured is None:
+        is_captured = model.waits_for_host(int(config.max_num_batched_tokens or 1))
+    if not is_captured:
         return model
     return replace(model, launch=labkit_rules(config, captures=captures, largest=True))
 
