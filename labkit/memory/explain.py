@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from labkit.format import count, gib, memory, number
+from labkit.memory.budget import expert_workspace_bytes, has_vision
 from labkit.memory.capacity import Capacity
-from labkit.memory.dtypes import compute_dtype, stored_kv_dtype
+from labkit.memory.dtypes import ELEMENT_BYTES, compute_dtype, stored_kv_dtype
 from labkit.memory.kv_layout import KvLayout
 from labkit.memory.records import MemoryBreakdown
 from labkit.memory.rules import VersionRules
@@ -15,25 +16,29 @@ from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_spec import ModelSpec
 
+NO_SWAP_SINCE = (0, 18, 0)
+# Weights that no engine makes while loading.
+MADE_BEFOREHAND = (
+    "awq", "auto_awq", "awq_marlin", "gptq", "gptq_marlin", "nvfp4", "modelopt_fp4", "mxfp4"
+)  # fmt: skip
+
 
 def formulas_vllm(
     model: ModelSpec, config: EngineConfig, rules: VersionRules, rank: RankPlan, capacity: Capacity
 ) -> dict[str, str]:
     """Part → formula in words, for the binding rank."""
-    graphs = f" − estimate of CUDA graphs {memory(rank.graphs_reserved_bytes)}" if rank.graphs_inside else ""
+    charged = rank.graphs_inside and rank.graphs_reserved_bytes
+    graphs = f" − estimate of CUDA graphs {memory(rank.graphs_reserved_bytes)}" if charged else ""
     where = "inside" if rank.graphs_inside else "outside"
     layers = rank.stage.last - rank.stage.first
     texts = {
-        "weights": f"tensors of {layers} layers on one rank of {config.tensor_parallel_size}, rounded as torch's "
-        f"allocator rounds, plus the rotary table = {memory(rank.weights_bytes)}",
-        "activation": f"the larger of the widest layer over {count(config.max_num_batched_tokens)} tokens and sampling "
-        f"{count(config.max_num_seqs)} rows of {count(model.vocab_size)} logits = {memory(rank.activation_bytes)}",
-        "workspace": f"growth outside torch with {config.tensor_parallel_size} × {config.pipeline_parallel_size} "
-        f"cards = {memory(rank.non_torch_bytes)}",
+        "weights": f"{_tensors_text(model, config, layers)} = {memory(rank.weights_bytes)}",
+        "activation": f"{_activation_text(model, config, rank)} = {memory(rank.activation_bytes)}",
+        "workspace": f"{_workspace_text(config)} = {memory(rank.non_torch_bytes)}",
         "cuda_graphs": "no graphs in eager mode"
         if config.enforce_eager
-        else f"launches of {layers} layers at each capture size, and static buffers = "
-        f"{memory(rank.cuda_graphs_bytes)}, {where} the budget",
+        else f"launches of {layers} layers at each capture size, partial results of decode attention, and rows between "
+        f"a layer's graphs = {memory(rank.cuda_graphs_bytes)}, {where} the budget",
         "kv_cache": f"{memory(rank.total_bytes)} × {config.gpu_memory_utilization:g} − weights "
         f"{memory(rank.weights_bytes)} − activation {memory(rank.activation_bytes)} − non-torch "
         f"{memory(rank.non_torch_bytes)}{graphs} = {memory(rank.available_kv_bytes)}",
@@ -41,6 +46,40 @@ def formulas_vllm(
         "block_tables": f"4 B × {count(config.max_num_seqs)} requests × blocks of {count(config.max_model_len)} tokens",
     }
     return texts | layout_texts(rank.layout, capacity.num_blocks) | {"tokens": _tokens_text(config, rules, capacity)}
+
+
+def _tensors_text(model: ModelSpec, config: EngineConfig, layers: int) -> str:
+    """What is in the weights of one rank."""
+    ranks = config.tensor_parallel_size
+    share = f", one of {ranks} ranks' share," if ranks > 1 else ""
+    latent = ", MLA's up-projections a second time" if any(layer.kind == "mla" for layer in model.layers) else ""
+    tower = ", the vision tower" if has_vision(model) else ""
+    return f"tensors of {layers} layers{share} rounded as torch's allocator rounds{tower}{latent}, and the rotary table"
+
+
+def _activation_text(model: ModelSpec, config: EngineConfig, rank: RankPlan) -> str:
+    """The moments of the peak, and what is kept beside it."""
+    tokens = count(config.max_num_batched_tokens)
+    samples = rank.stage.has_head and not model.is_embedding
+    text = f"the widest layer over {tokens} tokens"
+    if samples:
+        rows = f"{count(config.max_num_seqs)} rows of {count(model.vocab_size)} logits"
+        text = f"the larger of {text} and sampling {rows}"
+    experts = expert_workspace_bytes(
+        model, config.max_num_batched_tokens or 0, config.tensor_parallel_size,
+        ELEMENT_BYTES[compute_dtype(model, config)],
+    )  # fmt: skip
+    text += f", + each token's copies for its experts {memory(experts)}" if experts else ""
+    text += ", + rows between pipeline stages" if config.pipeline_parallel_size > 1 else ""
+    return text + (", + embeddings of images" if has_vision(model) and rank.stage.first == 0 else "")
+
+
+def _workspace_text(config: EngineConfig) -> str:
+    """What grows outside torch while the engine profiles."""
+    cards = config.tensor_parallel_size * config.pipeline_parallel_size
+    if cards == 1:
+        return "what libraries take outside torch"
+    return f"what libraries and the exchange between {cards} cards take outside torch"
 
 
 def formulas_labkit(
@@ -130,18 +169,32 @@ def binding_limit(config: EngineConfig, ranks: list[RankPlan], binding: int, cap
     rank = ranks[binding]
     if config.num_gpu_blocks_override is not None:
         return "num_gpu_blocks_override sets the number of KV blocks"
-    if rank.total_bytes - rank.outside_bytes < rank.budget_bytes:
-        return "gpu_memory_utilization asks for more than is free on the card"
+    free = rank.total_bytes - rank.outside_bytes
+    if free < rank.budget_bytes:
+        asked = f"asks for {memory(rank.budget_bytes)}, more than is free on the card: {memory(max(0, free))}"
+        return f"gpu_memory_utilization {asked}"
     if not rank.layout.block_bytes:
         return "no KV: requests are computed whole, max_num_batched_tokens bounds them"
-    stage = f" on pipeline stage {binding} of {len(ranks)}" if len(ranks) > 1 else ""
+    layers = f"layers {rank.stage.first} to {rank.stage.last - 1}"
+    stage = f" on pipeline stage {binding} of {len(ranks)} ({layers})" if len(ranks) > 1 else ""
     if rank.available_kv_bytes <= 0:
-        return f"weights and activations leave nothing for KV{stage}"
+        missing, budget = memory(-rank.available_kv_bytes), memory(rank.budget_bytes)
+        return f"weights and activations leave nothing for KV{stage}: they take {missing} more than the budget {budget}"
+    needed, there = memory(capacity.needed_bytes), memory(max(0, capacity.available_bytes))
     if capacity.margin_bytes < 0:
-        return f"max_model_len: one request needs more KV than there is{stage}"
+        return f"max_model_len: one request needs {needed} of KV and there are {there}{stage}"
     if capacity.concurrency > (config.max_num_seqs or 0):
         return f"max_num_seqs: KV would hold {number(capacity.concurrency)} requests of max_model_len{stage}"
-    return f"KV blocks{stage}"
+    most = count(config.max_num_seqs)
+    return f"KV blocks{stage}: {number(capacity.concurrency)} requests of max_model_len, max_num_seqs allows {most}"
+
+
+def margin_doubt(capacity: Capacity, config: EngineConfig, spread_bytes: int) -> str:
+    """Why a margin is no answer."""
+    one = f"one request of {count(config.max_model_len)} tokens"
+    spare = "leaves" if capacity.margin_bytes >= 0 else "lacks"
+    size = memory(abs(capacity.margin_bytes))
+    return f"{one} {spare} {size} of KV, and the plan is sure to ± {memory(spread_bytes)}"
 
 
 def notes_vllm(
@@ -166,12 +219,34 @@ def notes_vllm(
         notes.append(f"block_size {config.block_size} is only a wish here: pages are unified to {sizes} tokens")
     if rank.layout.padding_layers:
         notes.append(f"{rank.layout.padding_layers} padding layers take pages and hold nothing")
+    notes += _flag_notes(model, config, rules)
     if (config.max_model_len or 0) > model.max_position_embeddings:
         notes.append(
             f"max_model_len is over the model's {count(model.max_position_embeddings)} positions: vLLM refuses it "
             "unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
         )
     return (*notes, *card_notes(model, gpu, config))
+
+
+def _flag_notes(model: ModelSpec, config: EngineConfig, rules: VersionRules) -> list[str]:
+    """Flags that do nothing, or that ask for other files than the model's."""
+    notes = []
+    if config.swap_space and rules.version >= NO_SWAP_SINCE:
+        notes.append(f"vLLM {rules.text} has no --swap-space: preempted requests are computed again")
+    is_plain = model.weight_format.kind in ("16bit", "32bit")
+    if config.quantization in MADE_BEFOREHAND and is_plain:
+        notes.append(
+            f"{model.name} is stored in 16 bit, and {config.quantization} weights are made beforehand: this plans a "
+            "copy that is stored so; --quantization alone does not make one"
+        )
+    if config.enable_expert_parallel and model.moe is None:
+        notes.append("--enable-expert-parallel changes nothing: the model has no experts")
+    if has_vision(model):
+        notes.append(
+            "what the vision tower computes while profiling is not planned; --language-model-only or "
+            "--limit-mm-per-prompt '{\"image\": 0}' leaves it out"
+        )
+    return notes
 
 
 def card_notes(model: ModelSpec, gpu: GpuSpec, config: EngineConfig) -> list[str]:

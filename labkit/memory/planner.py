@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from labkit.errors import UnknownNameError
-from labkit.format import gib
+from labkit.format import count, gib, memory
 from labkit.memory.budget import late_growth_bytes
 from labkit.memory.calibration import calibration_of, log_config
 from labkit.memory.capacity import Capacity, binding_rank, capacity_of, judge
@@ -14,6 +14,7 @@ from labkit.memory.explain import (
     formulas_labkit,
     formulas_vllm,
     group_details,
+    margin_doubt,
     notes_vllm,
     rank_details,
 )
@@ -103,7 +104,7 @@ def _plan_vllm(
     num_blocks = resolved.num_gpu_blocks_override or rank.num_blocks
     upper = max(model.max_position_embeddings, resolved.max_model_len or 0)
     capacity = capacity_of(rank, num_blocks, resolved, rules, upper)
-    verdict = _verdict(model, resolved, rules, rank, capacity)
+    verdict, doubts = _verdict(model, resolved, rules, rank, capacity)
     return MemoryPlan(
         model=model, gpu=gpu, config=resolved, engine=engine, engine_version=rules.text,
         breakdown=_breakdown(rank, num_blocks, resolved),
@@ -113,7 +114,7 @@ def _plan_vllm(
         max_model_len_that_fits=capacity.largest_length, verdict=verdict, margin_bytes=capacity.margin_bytes,
         binding_limit=binding_limit(resolved, ranks, binding, capacity),
         formulas=formulas_vllm(model, resolved, rules, rank, capacity),
-        notes=(*_lacking(engine, model, config), *notes_vllm(model, gpu, resolved, rules, rank, calibration)),
+        notes=(*_lacking(engine, model, config), *doubts, *notes_vllm(model, gpu, resolved, rules, rank, calibration)),
         details={
             "ranks": tuple(rank_details(entry) for entry in ranks), "binding_rank": binding,
             "needed_bytes": capacity.needed_bytes, "available_bytes": capacity.available_bytes,
@@ -129,18 +130,30 @@ def _lacking(engine: str, model: ModelSpec, config: EngineConfig) -> tuple[str, 
 
 def _verdict(
     model: ModelSpec, config: EngineConfig, rules: VersionRules, rank: RankPlan, capacity: Capacity
-) -> Verdict:
-    """The fit check, whether the card has the budget free, and room outside it for what comes after the pool."""
-    verdict = judge(capacity.margin_bytes, rank.uncertainty_bytes["kv_cache"])
+) -> tuple[Verdict, tuple[str, ...]]:
+    """The fit check, whether the card has the budget free, and room outside it for what comes after the pool; with
+    the reasons for a doubt."""
+    spread = rank.uncertainty_bytes["kv_cache"]
+    verdict = judge(capacity.margin_bytes, spread)
     if not rules.charges_others and rank.total_bytes - rank.outside_bytes < rank.budget_bytes:
-        return "does not fit"
+        return "does not fit", ()
+    if verdict == "does not fit":
+        return verdict, ()
     room = rank.total_bytes - rank.budget_bytes - (0 if rules.charges_others else rank.outside_bytes)
     later = rank.cuda_graphs_bytes - rank.graphs_reserved_bytes + late_growth_bytes(model, config, rules)
     lacks_states = any(group.page.kind == "state" for group in rank.layout.groups) and (
         capacity.num_blocks < (config.max_num_seqs or 0)
     )
-    doubtful = later > room or lacks_states or rules.is_older_than_known
-    return "may not fit" if verdict == "fits" and doubtful else verdict
+    doubts = [margin_doubt(capacity, config, spread)] if verdict == "may not fit" else []
+    if later > room:
+        doubts.append(
+            f"after the pool the engine takes {memory(later)} more, and {memory(max(0, room))} is left for it"
+        )
+    if lacks_states:
+        doubts.append(f"each of {count(config.max_num_seqs)} requests needs a state, and there are fewer blocks")
+    if rules.is_older_than_known:
+        doubts.append(f"the rules of vLLM {rules.text} are not known, those of the nearest version were used")
+    return "may not fit" if doubts else verdict, tuple(f"may not fit: {doubt}" for doubt in doubts)
 
 
 def _breakdown(rank: RankPlan, num_blocks: int, config: EngineConfig) -> MemoryBreakdown:

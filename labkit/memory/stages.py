@@ -246,9 +246,11 @@ def _outside(
         return calibration.outside_bytes
     if rules.charges_others:
         return 0  # the context is in the non-torch constant of these versions
-    kind = "tensor" if config.tensor_parallel_size > 1 else "alone"
-    if kind == "alone" and config.pipeline_parallel_size > 1:
-        kind = "pipeline"
+    # NCCL's buffers are those of fast links: over PCIe it takes little, as non-torch memory has it.
+    kind = "alone"
+    if has_fast_links(gpu):
+        kind = "tensor" if config.tensor_parallel_size > 1 else kind
+        kind = "pipeline" if kind == "alone" and config.pipeline_parallel_size > 1 else kind
     return round(CONTEXT_GIB[kind] * GIB)
 
 
