@@ -59,7 +59,10 @@ def show_plan(plan: MemoryPlan) -> None:
     from labkit.advice.cures import cures
     from labkit.memory.records import PART_TITLES
 
-    out(f"{plan.model.name} on {plan.gpu.name}, {plan.engine} {plan.engine_version}: {plan.verdict}")
+    cards = plan.config.tensor_parallel_size * plan.config.pipeline_parallel_size
+    on = f"{cards} × {plan.gpu.name}" if cards > 1 else plan.gpu.name
+    engine = f"vLLM {plan.engine_version}" if plan.engine == "vllm" else f"{plan.engine}'s engine"
+    out(f"{plan.model.name} on {on}, {engine}: {plan.verdict}")
     tokens = f"{shown.count(plan.kv_cache_tokens)} tokens of KV"
     requests = f"{shown.number(plan.max_concurrency)} requests of {shown.count(plan.config.max_model_len)}"
     out(f"  {tokens} = {requests}; longest that fits {shown.count(plan.max_model_len_that_fits)} tokens")
@@ -77,7 +80,9 @@ def show_plan(plan: MemoryPlan) -> None:
         for part, size in parts.items()
     ]
     show_table(
-        f"Memory of {shown.memory(plan.breakdown.total_bytes)}, predicted", ["part", "size", "within", "how"], rows
+        f"Memory of {'each card' if cards > 1 else 'the card'}, {shown.memory(plan.breakdown.total_bytes)}, predicted",
+        ["part", "size", "within", "how"],
+        rows,
     )
     for note in plan.notes:
         out(f"note: {note}")
