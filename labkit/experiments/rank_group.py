@@ -62,6 +62,7 @@ class RankGroup:
         self._failed_at = self._busy_since = 0.0
         self._is_running = False
         self._losing = threading.Lock()
+        self._giving_up: threading.Thread | None = None
         self._closed = threading.Event()
         # A store of torch opens its file once more when it is collected: the path must never name another file.
         self._folder = tempfile.TemporaryDirectory(prefix="labkit-ranks-")
@@ -175,7 +176,9 @@ class RankGroup:
         self._decoder = None
         for other in self._others:
             other.close()
-        self._give_up_ranks().join(FREED_S)
+        self._give_up_ranks()
+        if self._giving_up is not None:
+            self._giving_up.join(FREED_S)
         self._folder.cleanup()
 
     def __del__(self) -> None:
@@ -271,13 +274,14 @@ class RankGroup:
         for other in self._others:
             other.worker.kill()
 
-    def _give_up_ranks(self) -> threading.Thread:
+    def _give_up_ranks(self) -> None:
         """On cards the kernels that wait for another rank end at once, but NCCL comes back from its abort only when no
         captured graph holds its calls. The engine gives the graphs up as it is closed, for which nobody may wait here.
         """
-        thread = threading.Thread(target=self._ranks.abort if self._ranks is not None else None, daemon=True)
-        thread.start()
-        return thread
+        with self._losing:
+            if self._ranks is not None and self._giving_up is None:
+                self._giving_up = threading.Thread(target=self._ranks.abort, daemon=True)
+                self._giving_up.start()
 
 
 def _watch(reference: weakref.ref[RankGroup], closed: threading.Event) -> None:
