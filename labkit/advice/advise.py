@@ -21,6 +21,8 @@ WORTH_SHARE = 0.005
 WORTH_SPEED_SHARE, WORTH_P99_SHARE = 0.02, 0.05
 # A shorter p99 may cost so much of the rate.
 COSTS_SHARE = 0.1
+# Less than this is shown as no percent at all.
+SHOWN_SHARE = 0.0005
 # Rates that differ by less are shown as one.
 SAME_SHARE = 0.01
 # Limits that no memory setting moves.
@@ -244,7 +246,7 @@ def _gain_words(
     if cures:
         verdict = "fits then" if after.verdict == "fits" else "may fit then"
         return f"{verdict}, with room for {count(after.kv_cache_tokens)} tokens"
-    if gain_share > 0:
+    if gain_share >= SHOWN_SHARE:
         later = ", once requests wait for room" if limit.name in NOT_MEMORY else ""
         return f"at most {change(*spans)} requests at once{later}"
     if gain_tokens > 0:

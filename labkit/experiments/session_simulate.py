@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from labkit.errors import DoesNotFitError, WorkerError
@@ -48,4 +49,8 @@ def simulate_session(
     )  # fmt: skip
     if record.status == "failed":
         raise DoesNotFitError(record.error)
-    return replace(with_simulated_counters(record, session.gpu), name=name)
+    versions = dict(record.versions)
+    if plan.engine == "labkit":
+        # The plan's version is vLLM's, whose defaults labkit's engine takes on a card.
+        versions = {"labkit": version("labkit"), "defaults of vLLM": versions.pop("labkit"), **versions}
+    return replace(with_simulated_counters(record, session.gpu), name=name, versions=versions)

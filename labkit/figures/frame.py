@@ -28,6 +28,12 @@ def position(index: int, narrow: bool) -> dict[str, int]:
     return {"row": index + 1, "col": 1} if narrow else {"row": 1, "col": index + 1}
 
 
+def name_lowest_only(figure: go.Figure, num_plots: int, narrow: bool) -> None:
+    """Of plots one under the other over the same names, only the lowest shows them: there is no room between them."""
+    for index in range(num_plots - 1 if narrow else 0):
+        figure.update_xaxes(showticklabels=False, title_text="", **position(index, narrow))
+
+
 def panels(theme: str, titles: tuple[str, ...], *, rows: int, cols: int, height: int = 340, **options) -> go.Figure:
     """A grid of plots with labkit's template and a title over each."""
     figure = make_subplots(rows=rows, cols=cols, subplot_titles=titles, **options)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from labkit import format as fmt
-from labkit.figures.frame import empty, position, row_of_plots
+from labkit.figures.frame import empty, name_lowest_only, position, row_of_plots
 from labkit.figures.palette import BASELINE, get_theme, label, pattern
 from labkit.figures.tables import Table, make_table
 from labkit.measure.run_record import Counters, RunRecord
@@ -69,7 +69,8 @@ def draw_l2(info: L2Info, theme: str = "light", narrow: bool = False) -> go.Figu
     names = [f"{label(bar.name, 24)}<br>{_kind(bar)}" for bar in info.bars]
     hatch = pattern(["" if bar.is_measured else "." for bar in info.bars], style.color)
     common = {
-        "x": names,
+        # By number: bars of runs with one name would stand on each other.
+        "x": list(range(len(names))),
         "marker": {"color": style.color, "pattern": hatch, "line": {"color": colors.text, "width": 1}},
         "customdata": [bar.run_id for bar in info.bars],
         "hovertext": [_hover(bar) for bar in info.bars],
@@ -90,6 +91,8 @@ def draw_l2(info: L2Info, theme: str = "light", narrow: bool = False) -> go.Figu
                                      "font": {"color": colors.muted}})  # fmt: skip
     figure.update_yaxes(title_text="%", range=[0, 108], **left)
     figure.update_yaxes(title_text=unit, rangemode="tozero", **right)
+    figure.update_xaxes(tickvals=list(range(len(names))), ticktext=names)
+    name_lowest_only(figure, 2, narrow)
     figure.update_layout(showlegend=False, bargap=0.5, margin={"t": 36})
     return figure
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from labkit import format as fmt
-from labkit.figures.frame import empty, position, row_of_plots
+from labkit.figures.frame import empty, name_lowest_only, position, row_of_plots
 from labkit.figures.palette import get_theme, label
 from labkit.figures.runs import knob_axis
 from labkit.figures.tables import Table, make_table
@@ -66,6 +66,7 @@ def draw_latency(info: LatencyInfo, theme: str = "light", narrow: bool = False) 
             figure.add_trace(_line(info, metric, level, style, scale), **place)
         figure.update_yaxes(title_text=unit, rangemode="tozero", **place)
     figure.update_xaxes(title_text=info.axis_title, type="category")
+    name_lowest_only(figure, len(METRICS), narrow)
     figure.update_layout(legend={"y": 1.05 if narrow else 1.14})
     return figure
 

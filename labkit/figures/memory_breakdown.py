@@ -111,6 +111,7 @@ def draw_memory_breakdown(info: MemoryBreakdownInfo, theme: str = "light", narro
             "entrywidthmode": "fraction",
             "font": {"size": 11},
             "maxheight": 0.9,
+            **({"xref": "container", "x": 0.02} if narrow else {}),
         },
         margin={"l": 84, "r": 20, "t": (20 if narrow else 16) * legend_rows, "b": 44},
         shapes=[_total_line(bar, index, divisor, theme) for index, bar in enumerate(info.bars)],

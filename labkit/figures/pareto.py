@@ -22,6 +22,8 @@ LATENCIES = {
 }
 # Points nearer than this share of the longest latency and of the highest rate have labels that may overlap.
 NEAR = 0.2
+# So many near points have room for their names.
+MOST_NEAR = 3
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,16 @@ def draw_pareto(info: ParetoInfo, theme: str = "light") -> go.Figure:
     if known:
         marker = {"symbol": "circle-open", "size": 20, "color": BASELINE, "line": {"width": 2}}
         figure.add_trace(_points(info, known, "baseline", mode="markers", marker=marker))
-    figure.update_xaxes(title_text=f"{LATENCIES[info.latency]} (ms) · better is left", rangemode="tozero")
+    # Room on the right for the name of the slowest.
+    right = 1.2e3 * max(point.latency_s for point in info.points)
+    figure.update_xaxes(title_text=f"{LATENCIES[info.latency]} (ms) · better is left", range=[0, right])
     figure.update_yaxes(title_text="output tok/s · better is up", rangemode="tozero")
     return figure
 
 
 def _label_places(points: Sequence[ParetoPoint]) -> dict[str, str]:
-    """A side for each point's label: of near points the highest has it above, the lowest below, others beside."""
+    """A side for each point's label: of near points the highest has it above, the lowest below, one more beside it;
+    the rest are told by pointing at them and by the table."""
     widest = max((point.latency_s for point in points), default=0.0) or 1.0
     highest = max((point.output_tokens_per_s for point in points), default=0.0) or 1.0
 
@@ -107,6 +112,8 @@ def _label_places(points: Sequence[ParetoPoint]) -> dict[str, str]:
             return "top center"
         if ordered[0] is point:
             return "bottom center"
+        if len(near) > MOST_NEAR:
+            return ""
         return "middle right" if all(other.latency_s <= point.latency_s for other in near) else "middle left"
 
     return {point.run_id: side(point) for point in points}
@@ -118,8 +125,8 @@ def _points(info: ParetoInfo, points: list[ParetoPoint], name: str, **style) -> 
         name=name,
         x=[1e3 * point.latency_s for point in points],
         y=[point.output_tokens_per_s for point in points],
-        text=[label(point.name, 24) for point in points],
-        textposition=[places[point.run_id] for point in points],
+        text=[label(point.name, 24) if places[point.run_id] else "" for point in points],
+        textposition=[places[point.run_id] or "top center" for point in points],
         cliponaxis=False,
         customdata=[point.run_id for point in points],
         hovertext=[

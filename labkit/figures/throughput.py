@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from labkit import format as fmt
-from labkit.figures.frame import empty, position, row_of_plots
+from labkit.figures.frame import empty, name_lowest_only, position, row_of_plots
 from labkit.figures.palette import get_theme, label
 from labkit.figures.runs import knob_axis
 from labkit.figures.tables import Table, make_table
@@ -79,6 +79,7 @@ def draw_throughput(info: ThroughputInfo, theme: str = "light", narrow: bool = F
         )
         figure.update_yaxes(title_text=unit, rangemode="tozero", **place)
     figure.update_xaxes(title_text=info.axis_title, type="category")
+    name_lowest_only(figure, len(METRICS), narrow)
     figure.update_layout(showlegend=False, margin={"t": 36})
     return figure
 

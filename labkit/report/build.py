@@ -238,7 +238,7 @@ def _reproduce(best: RunRecord | None, plan: MemoryPlan | None) -> str:
             'lengths = [(row["arrival_s"], row["input_tokens"], row["output_tokens"]) for row in run["requests"]]',
             'traffic = Workload("as in the report", tuple(RequestSpec(*row) for row in lengths), seed=run["seed"])',
             f"with labkit.Session(model={model!r}, gpu={gpu!r}, workload=traffic) as session:",
-            "    record = session.run(config)",
+            f"    record = session.{'simulate' if best.origin == 'simulated' else 'run'}(config)",
         ]
     )
 

@@ -24,7 +24,7 @@
   }
 
   // Plots side by side become plots one above the other, so that a phone can show them.
-  function stack(layout) {
+  function stack(layout, named) {
     var plots = axes(layout);
     var starts = new Set(plots.map(function (plot) { return plot.start; }));
     if (plots.length < 2 || starts.size !== plots.length) { return layout; }
@@ -41,6 +41,8 @@
         note.x = 0.5;
         note.y = top;
       });
+      // Over the same names only the lowest plot shows them: there is no room between two.
+      if (named && index < plots.length - 1) { Object.assign(plot.x, { showticklabels: false, title: { text: "" } }); }
       plot.x.domain = [0, 1];
       plot.y.domain = [Math.max(0, top - size), top];
     });
@@ -59,7 +61,8 @@
 
   // On a phone: plots stacked, long axis titles in lines, the legend in a column below everything.
   function narrow(figure) {
-    var layout = stack(figure.layout);
+    var named = axes(figure.layout).every(function (plot) { return plot.x.type === "category" || plot.x.ticktext; });
+    var layout = stack(figure.layout, named);
     axes(layout).forEach(function (plot) {
       if (plot.x.title && plot.x.title.text) { plot.x.title.text = wrap(plot.x.title.text); }
     });

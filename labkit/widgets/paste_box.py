@@ -37,6 +37,7 @@ class PasteBox:
             style={"description_width": "initial"},
         )  # fmt: skip
         self.button = ipw.Button(description="Read it", button_style="primary")
+        self.button.layout.align_self = "flex-start"
         self.answer = TextLine(role="status")
         self.cures = [TextLine(classes=("lk-advice",)) for _ in range(MAX_CURES)]
         self.table = DataTable(columns=COLUMNS, caption="Part by part, log beside plan")

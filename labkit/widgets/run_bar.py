@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ipywidgets as ipw
@@ -170,6 +171,7 @@ class RunBar:
         except Exception as error:
             self.command_line.say(f"No report: {type(error).__name__}: {plain(error, 200)}", "bad")
         else:
+            path = Path(path).resolve()
             self.command_line.say(f"Report written: {path}", copy=str(path))
 
 

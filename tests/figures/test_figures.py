@@ -219,7 +219,7 @@ def test_a_hit_rate_never_stands_without_bandwidth_and_method():
     assert list(figure.data[0].y) == pytest.approx([41.2, 50.0])
     assert list(figure.data[1].y) == pytest.approx([180.5, 250.0])
     assert list(figure.data[0].marker.pattern.shape) == [".", ""]
-    assert all(word in figure.data[0].x[0] for word in ("simulated",))
+    assert all(word in figure.layout.xaxis.ticktext[0] for word in ("simulated",))
     assert all("GB/s" in row[2] for row in l2.table(info))
     assert "250 GB/s" in l2.caption(info)
     assert "measured (Nsight Compute)" in l2.caption(info)
@@ -231,7 +231,7 @@ def test_a_whole_step_stands_beside_its_attention():
     step = Counters("measured (CUPTI range profiler)", "H200", 0.4, 9e9, 3e12, 3e-3, "a step, all kernels")
     info = l2.get_l2_info([dataclasses.replace(sample_record(), counters=attention, step_counters=step)])
     assert [bar.scope for bar in info.bars] == ["attention of a step", "a step, all kernels"]
-    names = l2.draw_l2(info).data[0].x
+    names = l2.draw_l2(info).layout.xaxis.ticktext
     assert names[0].endswith("<br>measured")
     assert names[1].endswith("<br>measured, whole step")
     assert l2.sentence(attention) == (
