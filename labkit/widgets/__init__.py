@@ -15,9 +15,13 @@ _PLACES = MappingProxyType(
         "Panel": "panel",
         "bench_panel": "bench",
         "doctor_panel": "doctor",
+        "progress": "notebook",
+        "text_table": "notebook",
     }
 )
-__all__ = ["BlockSizeExperiment", "KernelLab", "LogBox", "Panel", "bench_panel", "doctor_panel"]
+__all__ = [
+    "BlockSizeExperiment", "KernelLab", "LogBox", "Panel", "bench_panel", "doctor_panel", "progress", "text_table",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
