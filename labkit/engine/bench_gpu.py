@@ -32,9 +32,11 @@ BASELINE = (
 )
 RECONFIGURATIONS, WARM_RECONFIGURATIONS = 200, 20
 # 128 requests that grow to twice what the pool holds.
-SWAP_JOBS, SWAP_BLOCKS, SWAP_GIB = [(128, 384)] * 128, 2000, 8.0
-# Chunks of 128 tokens beside 32 requests: a chunk reads up to 32k tokens of KV in every layer, whatever its length.
-MIXED_STEP_TOKENS, MIXED_REQUESTS, LONG_PROMPT = 160, 32, 32768
+SWAP_JOBS, SWAP_BLOCKS, SWAP_GIB = [(128, 256 + 37 * index % 257) for index in range(128)], 2000, 8.0
+# Chunks of 64 tokens beside 32 requests: the shorter, the sooner the next token of those that decode.
+MIXED_STEP_TOKENS, MIXED_REQUESTS, LONG_PROMPT = 96, 32, 32768
+# As vLLM chooses for offline work on a card of this size.
+LARGE_STEP_TOKENS = 16384
 STEP_COLUMNS = (
     "start_s", "duration_s", "num_prefill_tokens", "num_decode_tokens", "num_running", "num_tokens_stored",
     "num_preemptions", "num_swapped_blocks",
@@ -122,6 +124,11 @@ class Bench:
         self.steps[name] = best.pop("steps")
         self.say(f"{name}: {best['output_tokens_per_s']:.0f} tokens/s, GPU busy {best['gpu_busy_share']:.3f}")
         return best
+
+    def many_at_once(self, step_tokens: int) -> dict:
+        """256 requests of 512 and 256 tokens, in steps of `step_tokens`."""
+        name = f"256 × 512→256, steps of {step_tokens}"
+        return self.throughput(name, [(512, 256)] * 256, rounds=2, max_num_batched_tokens=step_tokens)
 
     def _round(self, engine: Any, jobs: list[Job]) -> dict[str, Any]:
         self.add(engine, jobs)
@@ -309,13 +316,15 @@ def run_bench(on_progress: Callable[[str], None], on_rows: Callable[[dict[str, d
     measure("nano_fp8", lambda: bench.throughput("nano, fp8 KV", nano_jobs(), rounds=2, kv_cache_dtype="fp8"))
     measure("swap", bench.swapping)
     measure("mixed", bench.mixed_load)
+    measure("mixed_160", lambda: bench.mixed_load(160))
     measure("graphs", lambda: bench.first_token_after_change(enforce_eager=False))
     measure("eager", lambda: bench.first_token_after_change(enforce_eager=True))
     measure("cold", cold_start)
     measure("lost", bench.lost_bytes)
     large = Bench(LARGE_MODEL, on_progress)
-    measure("large", lambda: large.throughput("256 × 512→256", [(512, 256)] * 256, rounds=2))
+    measure("large", lambda: large.many_at_once(LARGE_STEP_TOKENS))
     measure("alone", lambda: large.throughput("1 × 512→256", [(512, 256)], rounds=2))
+    measure("large_8192", lambda: large.many_at_once(8192))
     del large.decoder
     measure("nano_no_overlap", lambda: bench.throughput("nano, no overlap", nano_jobs(), overlap=False))
     measure("mixed_eager", lambda: bench.mixed_load(enforce_eager=True))

@@ -15,6 +15,7 @@ import torch
 from labkit.engine.cuda_swap import StagedRows, SwapLane, SwapTimes
 from labkit.engine.host_memory import swap_pool
 from labkit.errors import UnsupportedError
+from labkit.memory.card_parts import STAGED_BYTES
 from labkit.memory.labkit_rules import POOL_ALIGNMENT_BYTES, TOKEN_SCALED, blocks_in_pool
 from labkit.specs.model_spec import LayerSpec, ModelSpec
 
@@ -30,8 +31,6 @@ EIGHT_BIT = MappingProxyType(
 
 # Where the parts of a swapped block begin, for copies of 16 bytes a thread.
 ROW_ALIGNMENT_BYTES = 16
-# On the card for swapped blocks on their way, in each direction; a request of 1,000 tokens has about so much KV.
-STAGED_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)

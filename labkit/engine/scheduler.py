@@ -15,6 +15,7 @@ from labkit.engine.batch import BatchBuilder, ScheduledBatch
 from labkit.engine.block_pool import BlockError, BlockPool, HashFunction, block_hash
 from labkit.engine.sequence import Sequence, Status
 from labkit.errors import DoesNotFitError
+from labkit.memory.card_parts import STAGED_BYTES
 from labkit.memory.records import MemoryPlan
 
 # After this many preemptions a sequence comes back only when everything that runs could finish beside it.
@@ -49,6 +50,8 @@ class Scheduler:
             hash_function=hash_function,
         )
         self.swap_pool = BlockPool(plan.num_swap_blocks, config.block_size, enable_prefix_caching=False)
+        # What comes back beside one step: more would only keep it waiting.
+        self._most_swapped_in = max(1, STAGED_BYTES // plan.block_bytes) if plan.block_bytes else plan.num_gpu_blocks
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._free_slots = list(range(self.max_num_running - 1, -1, -1))
@@ -200,6 +203,8 @@ class Scheduler:
                 break
 
     def _admit(self, sequence: Sequence, step: BatchBuilder) -> bool:
+        if step.swap_in and len(step.swap_in) + len(sequence.swap_table) > self._most_swapped_in:
+            return False
         hits = [] if sequence.swap_table else self._cached_prefix(sequence)
         start = sequence.num_computed_tokens or len(hits) * self.pool.block_size
         count = self._first_chunk(sequence.num_tokens - start, step.budget)

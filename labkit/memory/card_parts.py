@@ -29,10 +29,14 @@ TOKEN_INPUT_BYTES, SEQUENCE_INPUT_BYTES, INPUT_ALIGNMENT_BYTES = 24, 96, 512
 # As `labkit_kernels.decode_plan`: int32 fields of a work item, float32 of a partial result.
 ITEM_BYTES, PARTIAL_BYTES, PLAN_HEADER_BYTES = 28, 4, 16
 FEWEST_ROWS = 16
-# As `labkit.engine.cuda_cache`: on the card for swapped blocks on their way, in each direction.
+# On the card for swapped blocks on their way, in each direction; a request of 1,000 tokens has about so much KV.
 STAGED_BYTES = 128 * MIB
 # Kernels of a layer: of the fused forward pass, and of one operator after another.
 FUSED_LAUNCHES, PLAIN_LAUNCHES = 9, 20
+# Of a step beside its layers: rows, tables, sampling.
+STEP_LAUNCHES = 35
+# On which steps run, and on which they are captured.
+NUM_STREAMS = 2
 # Weight formats that the engine keeps on a card.
 KEPT_FORMATS = ("fp8", "awq")
 # As `labkit.models.moe`: from this capability on the product of all experts does not wait for the host.
@@ -44,17 +48,19 @@ class CardConstants:
     """What a driver and its libraries take, which no formula gives; see the file for where each was measured.
 
     Attributes:
-        context_bytes: in use before the engine allocates: CUDA context, modules.
+        context_bytes: in use before the engine allocates: CUDA context, what made the weights.
         context_tp_bytes: the same with more than one card (NCCL).
-        library_bytes: workspace of the matrix library, inside torch.
-        graph_driver_bytes: what the driver keeps for all captured graphs together.
+        workspace_bytes: of the matrix library, inside torch, for each of the two streams that it runs on.
+        modules_bytes: kernels that the driver loads when they are first launched.
+        graph_driver_bytes: what the driver keeps for one captured graph.
         launch_s: the host's time for one kernel launch from Python.
-        flops_share: of the data sheet's FLOP/s that a step of many tokens reaches.
+        flops_share: of the data sheet's FLOP/s that the largest step of a small model reaches.
     """
 
     context_bytes: int
     context_tp_bytes: int
-    library_bytes: int
+    workspace_bytes: int
+    modules_bytes: int
     graph_driver_bytes: int
     launch_s: float
     flops_share: float
@@ -110,7 +116,7 @@ def card_parts(model: ModelSpec, gpu: GpuSpec, config: EngineConfig) -> CardPart
         activation_bytes=activation_bytes(facts),
         graphs_bytes=graphs,
         graphs_charged_bytes=charged,
-        workspace_bytes=card_constants().library_bytes + staged_bytes(config, layout.block_bytes, model),
+        workspace_bytes=library_bytes() + staged_bytes(config, layout.block_bytes),
         layout=layout,
         captures_largest=has_graphs and largest,
     )
@@ -215,22 +221,31 @@ def rounded_ids(shape: StepShape) -> int:
 def graphs_bytes(facts: StepModel, largest: bool) -> tuple[int, int]:
     """What all graphs hold, and what the engine's estimate of it is: from the two largest of each kind.
 
-    They share a pool of segments, the largest captured first; a graph of few requests finds room in it.
+    They share a pool of segments, the largest captured first; a graph of few requests finds room in it. The driver
+    keeps something for each beside it.
     """
     prompts, decodes = (shapes[::-1] for shapes in graph_shapes(facts.config, largest=largest))
-    return _pool_bytes(facts, [*prompts, *decodes[:2]]), _pool_bytes(facts, [*prompts[:2], *decodes[:2]])
+    driver = (len(prompts) + len(decodes)) * card_constants().graph_driver_bytes
+    held = _pool_bytes(facts, [*prompts, *decodes[:2]])
+    return held + driver, _pool_bytes(facts, [*prompts[:2], *decodes[:2]]) + driver
 
 
 def _pool_bytes(facts: StepModel, shapes: list[StepShape]) -> int:
-    """Segments that graphs of `shapes`, captured in this order, share, and what the driver keeps."""
+    """Segments that graphs of `shapes`, captured in this order, share."""
     allocator = CachingAllocator()
     buffers = StepBuffers(facts, allocator)
     for shape in shapes:
         buffers.run(shape)
-    return allocator.segment_bytes + card_constants().graph_driver_bytes
+    return allocator.segment_bytes
 
 
-def staged_bytes(config: EngineConfig, block_bytes: int, model: ModelSpec) -> int:
+def library_bytes() -> int:
+    """What libraries take in the first engine of a process: workspaces of both streams, and loaded kernels."""
+    constants = card_constants()
+    return NUM_STREAMS * constants.workspace_bytes + constants.modules_bytes
+
+
+def staged_bytes(config: EngineConfig, block_bytes: int) -> int:
     """On the card for swapped blocks on their way, both directions."""
     swapped = int(config.swap_space * 2**30) // block_bytes if block_bytes else 0
     if not swapped:
@@ -257,7 +272,7 @@ def captures_largest(model: ModelSpec, gpu: GpuSpec, config: EngineConfig) -> bo
     flops, constants = gpu.bf16_flops or gpu.fp16_flops, card_constants()
     if not flops or config.tensor_parallel_size > 1:
         return False
-    launches = model.num_layers * (FUSED_LAUNCHES if can_fuse(model) else PLAIN_LAUNCHES)
+    launches = STEP_LAUNCHES + model.num_layers * (FUSED_LAUNCHES if can_fuse(model) else PLAIN_LAUNCHES)
     return launches * constants.launch_s > step_flops(model, config) / (flops * constants.flops_share)
 
 

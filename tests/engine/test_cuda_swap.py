@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from itertools import pairwise
 
@@ -82,29 +83,34 @@ def test_neighbours_on_the_host_cross_the_bus_together():
     assert list(_runs(0, [(9, 2)])) == [(0, 2, 1)]
 
 
-def test_blocks_come_back_while_others_are_computed_and_are_read_by_the_next_step():
-    """A request that is alone does not wait: there is nothing to travel beside."""
+def batches_of(lengths: list[int], blocks: int, block_bytes: int = 0) -> list:
+    """The steps of requests with three prompt tokens that outgrow a pool and are swapped."""
     from labkit.engine import Engine, EngineRequest, SamplingParams
     from labkit.engine.simulation import VirtualExecutor, bare_plan, virtual_model
     from labkit.specs.engine_config import EngineConfig
 
     config = EngineConfig(
-        max_model_len=64, max_num_seqs=6, max_num_batched_tokens=32, block_size=4, preemption_mode="swap",
+        max_model_len=64, max_num_seqs=12, max_num_batched_tokens=48, block_size=4, preemption_mode="swap",
         enable_prefix_caching=False,
     )  # fmt: skip
-    plan = bare_plan(virtual_model(), config, 16, 60)
+    plan = dataclasses.replace(bare_plan(virtual_model(), config, blocks, 100), block_bytes=block_bytes)
     executor, batches = VirtualExecutor(plan), []
     execute = executor.execute
     executor.execute = lambda batch: batches.append(batch) or execute(batch)
     engine = Engine(None, plan, executor=executor, clock=executor.clock)
-    for index in range(6):
-        sampling = SamplingParams(max_tokens=20 + 5 * index, ignore_eos=True)
+    for index, length in enumerate(lengths):
+        sampling = SamplingParams(max_tokens=length, ignore_eos=True)
         engine.add_request(EngineRequest(index, (1, 2, 3 + index), sampling))
     while engine.has_unfinished:
         engine.step()
         engine.check()
+    return batches
+
+
+def test_blocks_come_back_while_others_are_computed_and_are_read_by_the_next_step():
+    """A request that is alone does not wait: there is nothing to travel beside."""
     beside = alone = 0
-    for batch, after in pairwise(batches):
+    for batch, after in pairwise(batches_of([20, 25, 30, 35, 40, 45], 16)):
         coming = {block for block, _ in batch.swap_in}
         reads = [table for table in batch.block_tables if coming & set(table)]
         if coming and len(batch.sequences) > len(reads):
@@ -114,3 +120,12 @@ def test_blocks_come_back_while_others_are_computed_and_are_read_by_the_next_ste
         alone += bool(reads)
     assert beside > 0
     assert alone > 0
+
+
+def test_no_more_comes_back_with_one_step_than_travels_beside_it():
+    """All end at once, and there is room for all that was swapped: without a bound it comes back in one step."""
+    from labkit.memory.card_parts import STAGED_BYTES
+
+    most = [max(len(batch.swap_in) for batch in batches_of([26] * 10, 50, size)) for size in (0, STAGED_BYTES // 8)]
+    assert most[0] > 8
+    assert 0 < most[1] <= 8
