@@ -103,6 +103,15 @@ class AttentionShape:
         return element.mla_bytes(self.head_dim) if self.is_latent else element.head_bytes(self.head_dim, self.value_dim)
 
     @property
+    def row_bytes(self) -> float:
+        """Bytes of one token and KV head that lie side by side: K or V, or what both share in latent attention."""
+        return (
+            float(self.head_bytes)
+            if self.is_latent
+            else self.head_bytes * self.head_dim / (self.head_dim + self.value_dim)
+        )
+
+    @property
     def kv_kind(self) -> str:
         """The kernels' name of the KV type: "native", "fp8" or "int8"."""
         name = kv_format(self.kv_cache_dtype, "bfloat16").name

@@ -21,6 +21,8 @@ from labkit.text import plain
 
 READ_SECTORS = "lts__t_sectors_srcunit_tex_op_read.sum"
 READ_MISSES = "lts__t_sectors_srcunit_tex_op_read_lookup_miss.sum"
+# What the SMs receive: counted in one pass with the misses, but of each SM, so that reads that meet count as hits.
+SM_READ_SECTORS = "l1tex__m_xbar2l1tex_read_sectors.sum"
 DRAM_READ, DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
 TIME = "gpu__time_duration.sum"
 OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
@@ -28,7 +30,8 @@ TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
 # An H200 counts reads and hits in different passes, and how many reads arrive differs from pass to pass: two passes may
 # give rates above 1 (NVIDIA forum 120341). Misses hardly differ, so hits are reads less misses.
 CORE_METRICS = (READ_SECTORS, READ_MISSES, DRAM_READ, TIME)
-METRICS = (*CORE_METRICS, DRAM_WRITE, OCCUPANCY, TENSOR)
+OTHER_METRICS = (DRAM_WRITE, OCCUPANCY, TENSOR)
+METRICS = (*CORE_METRICS, *OTHER_METRICS)
 SECTOR_BYTES = 32
 # Where repeats cannot be ranges of the same passes, each costs passes of its own.
 MOST_SINGLE_REPEATS = 2
@@ -67,15 +70,16 @@ class Counted:
 
 
 def to_counters(values: Mapping[str, float], method: str, card: str) -> Counters:
-    """`Counters` from the four core metrics, in bytes and seconds.
+    """`Counters` from the four core metrics, in bytes and seconds; reads may be those that the SMs received.
 
     Raises:
         CountersUnavailable: a metric is missing or a sum is impossible.
     """
-    missing = [name for name in CORE_METRICS if name not in values]
+    core = _with_sm_reads(CORE_METRICS) if READ_SECTORS not in values and SM_READ_SECTORS in values else CORE_METRICS
+    missing = [name for name in core if name not in values]
     if missing:
         raise CountersUnavailable(f"{method} gave no {missing[0]}", works="the next method")
-    reads, misses, dram_bytes, time_s = (values[name] for name in CORE_METRICS)
+    reads, misses, dram_bytes, time_s = (values[name] for name in core)
     if not (0 <= misses <= reads * 1.02 and dram_bytes >= 0 and time_s > 0):
         raise CountersUnavailable(
             f"{method} counted {misses:,.0f} misses of {reads:,.0f} reads in {time_s:g} s, which cannot be",
@@ -206,22 +210,28 @@ class CounterScope:
         return runs
 
     def _open(self) -> Any:
-        """A profiler of all metrics; of the core ones where all are not known or need more than one pass."""
+        """A profiler of all metrics where one pass holds them, else of the core ones; where the L2's own reads need a
+        second pass, of the reads that the SMs receive.
+
+        Raises:
+            CountersUnavailable: as the profiler, or one pass holds none of these.
+        """
         check_permission()
-        try:
-            profiler = self._open_profiler(self._metrics)
-        except CountersUnavailable as error:
-            if "INVALID_METRIC" not in str(error):
-                raise
-            self._notes.append(f"CUPTI: only the core metrics; {error}")
-            return self._open_profiler(self._core())
-        if profiler.num_passes > 1:
+        core, notes = self._core(), ""
+        for metrics in dict.fromkeys((self._metrics, core, _with_sm_reads(self._metrics), _with_sm_reads(core))):
+            try:
+                profiler = self._open_profiler(metrics)
+            except CountersUnavailable as error:
+                if "INVALID_METRIC" not in str(error):
+                    raise
+                notes = notes or str(error)
+                continue
+            if profiler.num_passes == 1:
+                self._notes += _left_out(self._metrics, metrics, notes)
+                return profiler
             profiler.close()
-            self._notes.append(
-                f"CUPTI: only the core metrics; all {len(self._metrics)} need {profiler.num_passes} passes"
-            )
-            return self._open_profiler(self._core())
-        return profiler
+            notes = notes or f"all {len(metrics)} need {profiler.num_passes} passes"
+        raise CountersUnavailable(notes, works="fewer metrics, or a call that can be repeated")
 
     def _core(self) -> tuple[str, ...]:
         return tuple(name for name in self._metrics if name in CORE_METRICS)
@@ -291,6 +301,18 @@ def counters(
         metrics, card=card, simulated=simulated, replay=replay, synchronize=synchronize, open_profiler=open_profiler,
         run_replay=run_replay,
     )  # fmt: skip
+
+
+def _with_sm_reads(metrics: Sequence[str]) -> tuple[str, ...]:
+    return tuple(SM_READ_SECTORS if name == READ_SECTORS else name for name in metrics)
+
+
+def _left_out(asked: Sequence[str], counted: Sequence[str], why: str) -> list[str]:
+    """Notes on what a block that runs once does not tell, and why."""
+    notes = [] if len(counted) == len(asked) else [f"CUPTI: only the core metrics; {why}"]
+    if SM_READ_SECTORS in counted:
+        notes.append(f"CUPTI: reads are those that the SMs received, so that reads that met count as hits; {why}")
+    return notes
 
 
 def _cupti_unit(name: str) -> float:

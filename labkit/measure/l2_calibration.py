@@ -15,6 +15,8 @@ from labkit.text import plain
 
 DEFAULT_FILE = Path(__file__).with_name("l2_calibration.json")
 MAX_FILE_BYTES = 1_000_000
+# K of one token and head in 16 bit at a head size of 128.
+FULL_ROW_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class L2Calibration:
         coalesced_near, coalesced_first, coalesced_far: of reads of one tile in the same step, the share that is
             coalesced before the L2: by programs next to each other in the launch, in addition where they start at
             once, and in addition by all at their common start.
+        coalesced_row_power: these shares hold for rows of `FULL_ROW_BYTES` and go down with this power of shorter ones.
         read_bandwidth_share: share of the data sheet's bandwidth that a reading kernel reaches, over 0 and up to 1.
         calibrated: the values were fitted to counters of this card.
         source: where they come from, to be shown.
@@ -39,6 +42,7 @@ class L2Calibration:
     coalesced_near: float = 0.0
     coalesced_first: float = 0.0
     coalesced_far: float = 0.0
+    coalesced_row_power: float = 0.0
     read_bandwidth_share: float = 0.9
     calibrated: bool = False
     source: str = "uncalibrated"
@@ -52,6 +56,11 @@ class L2Calibration:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise OutOfRangeError(f"{name} is {plain(repr(value), 80)}", needed="0 to 1", knob=name)
+        power = self.coalesced_row_power
+        if isinstance(power, bool) or not isinstance(power, (int, float)) or not 0 <= power <= 4:
+            raise OutOfRangeError(
+                f"coalesced_row_power is {plain(repr(power), 80)}", needed="0 to 4", knob="coalesced_row_power"
+            )
         if type(self.partitions) is not int or self.partitions not in (1, 2):
             raise OutOfRangeError(
                 f"partitions is {plain(repr(self.partitions), 80)}", needed="1 or 2", knob="partitions"

@@ -33,6 +33,7 @@ from labkit.text import plain
 
 CAPACITY_SHARES = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 1.0)
 WAYS: tuple[int | None, ...] = (None, 4, 16)
+ROW_POWERS = (0.0, 0.5, 1.0, 1.5)
 COALESCED_SHARES = (0.0, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6)
 
 
@@ -86,9 +87,10 @@ def fits_without(
 
 def _coalescing(cache: L2Calibration) -> list[L2Calibration]:
     return [
-        replace(cache, coalesced_near=near, coalesced_first=first, coalesced_far=far)
+        replace(cache, coalesced_near=near, coalesced_first=first, coalesced_far=far, coalesced_row_power=power)
         for near, first, far in itertools.product(COALESCED_SHARES, repeat=3)
         if near + first + far <= 1
+        for power in ROW_POWERS
     ]
 
 

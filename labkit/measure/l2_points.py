@@ -40,6 +40,11 @@ def points() -> tuple[Point, ...]:
     for group, (variant, word) in itertools.product((1, 2, 4, 8), (("full", "packed"), (UNPACKED, "unpacked"))):
         shape = AttentionShape(decode(64, 4096), num_heads=8 * group)
         found.append(Point(f"decode 64 × 4096 group {group} {word}", shape, variant, "packing"))
+    for head_dim, dtype, group in ((64, "bfloat16", 4), (64, "bfloat16", 8), (64, "fp8", 4), (64, "fp8", 8),
+                                   (128, "fp8", 4), (128, "fp8", 8)):  # fmt: skip
+        shape = AttentionShape(decode(64, 4096), 8 * group, head_dim=head_dim, kv_cache_dtype=dtype)
+        name = f"decode 64 × 4096 heads of {head_dim} {dtype} group {group} unpacked"
+        found.append(Point(name, shape, UNPACKED, "head size"))
     for percent, variant in itertools.product((0, 25, 50, 75, 100), ("full", UNPACKED)):
         shape = AttentionShape(decode(32, 4096, 4096 * percent // 100))
         word = "" if variant == "full" else " unpacked"
@@ -72,8 +77,9 @@ def points() -> tuple[Point, ...]:
     return tuple(found)
 
 
-def unseen_points(count: int = 24, seed: int = 0) -> tuple[Point, ...]:
+def unseen_points(count: int = 24, seed: int = 1) -> tuple[Point, ...]:
     """Launches that no fit has seen: drawn at random, of uneven lengths, with head counts and sizes of other models."""
+    # Those of seed 0 were looked at when it was found that short rows meet less often.
     draw = random.Random(seed)
     found: list[Point] = []
     while len(found) < count:

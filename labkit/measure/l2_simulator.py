@@ -19,7 +19,7 @@ from labkit.errors import UnsupportedError
 from labkit.measure.attention_launch import Programs, build_launches
 from labkit.measure.attention_shape import AttentionShape
 from labkit.measure.l2_cache import hit_share, stack_distances
-from labkit.measure.l2_calibration import L2Calibration, load_l2_calibration
+from labkit.measure.l2_calibration import FULL_ROW_BYTES, L2Calibration, load_l2_calibration
 from labkit.measure.roofline import Ceilings, Roofline, card_ceilings, roofline
 from labkit.measure.run_record import Counters
 from labkit.specs.gpu_spec import GpuSpec
@@ -58,6 +58,7 @@ class AccessTrace:
         names: int64 `[n]`, which tile.
         sizes: float64 `[n]` bytes.
         readers: int64 `[n]`, programs that read the tile in that step.
+        row_bytes: of K of one token and head, which lie side by side.
         asked_bytes: bytes of all, repeats of one step included.
         near_bytes: bytes of these repeats by programs next to each other in the launch.
         first_bytes: those of them by programs that start at once.
@@ -68,14 +69,16 @@ class AccessTrace:
     names: np.ndarray
     sizes: np.ndarray
     readers: np.ndarray
+    row_bytes: float
     asked_bytes: float
     near_bytes: float
     first_bytes: float
     drift_bytes: float
 
     def coalesced_bytes(self, known: L2Calibration) -> float:
-        """Bytes that are asked for and never reach the L2."""
-        return (
+        """Bytes that are asked for and never reach the L2: short rows take more requests, which meet less often."""
+        share = min(1.0, self.row_bytes / FULL_ROW_BYTES) ** known.coalesced_row_power
+        return share * (
             known.coalesced_near * self.near_bytes
             + known.coalesced_first * self.first_bytes
             + known.coalesced_far * self.drift_bytes
@@ -188,7 +191,8 @@ def access_trace(shape: AttentionShape, launches: Sequence[Programs], max_access
     largest = np.maximum.reduceat(sizes, first) if len(first) else sizes
     drift = np.sqrt(1.0 + factor * when)
     return AccessTrace(
-        names[first], largest.astype(np.float64), np.diff(np.append(first, len(names))), float(sizes.sum()),
+        names[first], largest.astype(np.float64), np.diff(np.append(first, len(names))), shape.row_bytes,
+        float(sizes.sum()),
         float(sizes[is_near].sum()), float(sizes[is_near & is_first].sum()), float((sizes / drift)[is_repeat].sum()),
     )  # fmt: skip
 

@@ -76,9 +76,12 @@ def test_code_that_runs_once(gpu):
     x.sum()
     with counters(card=gpu.name) as counting:
         x.sum()
-    if counting.result.counters is None:
+    found = counting.result.counters
+    if found is None:
         pytest.skip(f"this card does not let count: {counting.result.notes}")
-    assert counting.result.counters.dram_bytes == pytest.approx(2**30, rel=0.03)
+    assert found.dram_bytes == pytest.approx(2**30, rel=0.03)
+    assert found.l2_read_bytes == pytest.approx(2**30, rel=0.03)
+    assert found.l2_hit_rate < 0.03
 
 
 def test_a_second_profiler_is_refused_in_one_line(gpu):

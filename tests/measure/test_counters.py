@@ -56,6 +56,61 @@ def test_more_than_one_pass_leaves_the_core_metrics():
     assert "2 passes" in counting.result.notes[0]
 
 
+class OnePass(FakeCupti):
+    """Holds the metrics in one pass only without what `splits` names; knows nothing of what `unknown` names."""
+
+    def __init__(self, splits=(), unknown=()):
+        super().__init__()
+        self.splits, self.unknown, self.names = splits, unknown, ()
+
+    def _answer(self, name, params):
+        if name == "cuptiProfilerHostConfigAddMetrics":
+            self.names = [params.ppMetricNames[index].decode() for index in range(params.numMetrics)]
+            if set(self.names) & set(self.unknown):
+                return 17
+        return super()._answer(name, params)
+
+    def _cuptiProfilerHostGetNumOfPasses(self, params):
+        params.numOfPasses = 2 if all(set(self.names) & set(group) for group in self.splits) and self.splits else 1
+
+    def _cuptiProfilerHostEvaluateToGpuValues(self, params):
+        found = dict(zip(METRICS, VALUES, strict=True)) | {chain.SM_READ_SECTORS: 1250.0}
+        self.values = [found[name] for name in self.names]
+        super()._cuptiProfilerHostEvaluateToGpuValues(params)
+
+
+def test_a_card_that_counts_reads_and_misses_in_different_passes_gives_the_sms_reads():
+    """As an H200 does; what meets before the L2 is then a hit."""
+    with scope(OnePass(splits=((chain.READ_SECTORS,), (chain.READ_MISSES,)))) as counting:
+        pass
+    found, notes = counting.result.counters, counting.result.notes
+    assert (found.l2_hit_rate, found.l2_read_bytes, found.dram_bytes) == (1 - 250 / 1250, 1250 * 32, 8000.0)
+    assert found.dram_write_bytes == 100.0
+    assert notes == ("CUPTI: reads are those that the SMs received, so that reads that met count as hits; "
+                     "all 7 need 2 passes",)  # fmt: skip
+
+
+def test_where_the_others_need_a_pass_too_they_are_left_out_and_said():
+    splits = ((chain.READ_SECTORS, *chain.OTHER_METRICS), (chain.READ_MISSES,))
+    with scope(OnePass(splits)) as counting:
+        pass
+    assert set(counting.result.values) == {chain.SM_READ_SECTORS, *CORE_METRICS[1:]}
+    assert [note.split(";")[0] for note in counting.result.notes] == [
+        "CUPTI: only the core metrics",
+        "CUPTI: reads are those that the SMs received, so that reads that met count as hits",
+    ]
+
+
+def test_a_card_without_any_set_of_one_pass_counts_nothing_that_runs_once():
+    with scope(OnePass(splits=((chain.READ_MISSES,),))) as counting:
+        pass
+    assert counting.result.counters is None
+    assert "2 passes" in counting.result.notes[0]
+    with scope(OnePass(((chain.READ_SECTORS,), (chain.READ_MISSES,)), (chain.SM_READ_SECTORS,))) as counting:
+        pass
+    assert counting.result.counters is None
+
+
 def test_unknown_metric_leaves_the_core_metrics():
     class FirstFails(FakeCupti):
         def _answer(self, name, params):
