@@ -38,7 +38,8 @@ class StepConstants:
         sampling_passes, sampling_floor_s: logits read, as passes over float32 numbers; the shortest time for it.
         all_reduce_s, link_efficiency: one all-reduce; share of the link's bandwidth.
         step_s, layer_s, moe_layer_s, request_s: host and launch time of a step, a layer, a layer's routing, a request.
-        eager_step_s, eager_layer_s: host time that a step without CUDA graphs takes more, and each of its layers.
+        eager_step_s, eager_layer_s, eager_prompt_layer_s: host time that a step without CUDA graphs takes more, each of
+            its layers, and each beside that where the step computes prompts.
         token_s: host time of one prompt token.
         admission_s: host time to take in a request.
         first_token_s: HTTP, tokenizer and detokenizer, added to the time to first token.
@@ -84,6 +85,7 @@ class StepConstants:
     lag_steps: float
     host_link_bytes_per_s: float
     correction: float = 1.0
+    eager_prompt_layer_s: float = 0.0
     product_factor: float = 1.0
     prompt_factor_8bit: float = 1.0
     products: tuple[tuple[float, float, float, float], ...] = ()

@@ -133,6 +133,7 @@ class StepTimeModel:
             "elementwise": tokens * (cost.elementwise_bytes * c.elementwise_passes / self._bandwidth),
             "communication": self._communication(tokens),
             "sampling": self._sampling(sampled),
+            "swap": load.swapped_bytes / c.host_link_bytes_per_s + np.zeros_like(tokens),
         }
         if cost.num_experts:
             share = 1 - (1 - cost.experts_per_tok / cost.num_experts) ** tokens
@@ -141,16 +142,7 @@ class StepTimeModel:
         if self.launch.overlaps:
             # What lies between kernels is the card's time, which the host cannot hide.
             parts["gaps"] = self._between_kernels_s + np.zeros_like(tokens)
-        parts["swap"] = self._swap(load, sum(parts.values())) + np.zeros_like(tokens)
         return parts
-
-    def _swap(self, load: StepLoad, busy: Array | float) -> Array:
-        """Blocks that leave and come back; labkit's engine moves them over the bus beside a step, and within the card
-        from and to their places."""
-        moving = load.swapped_bytes / self.constants.host_link_bytes_per_s
-        if not self.launch.overlaps:
-            return moving
-        return 2 * load.swapped_bytes / self._bandwidth + np.maximum(0.0, moving - busy)
 
     def _host_seconds(self, load: StepLoad, is_eager: Array) -> tuple[Array, Array]:
         """Seconds in which the host puts each step together, and those in which it launches kernels that the card
@@ -158,7 +150,8 @@ class StepTimeModel:
         c = self.constants
         host = c.step_s + c.request_s * load.num_seqs + c.token_s * load.num_prompt_tokens
         if self.launch.overlaps:
-            return host, np.where(is_eager, c.eager_step_s + c.eager_layer_s * self.cost.num_layers, 0.0)
+            more = np.where(load.num_prompt_tokens > 0, c.eager_prompt_layer_s, 0.0)
+            return host, np.where(is_eager, c.eager_step_s + (c.eager_layer_s + more) * self.cost.num_layers, 0.0)
         # Engines that capture prompts too hide what they launch behind the large steps that have no graph.
         alone = 0.0 if self.launch.graph_sizes else c.eager_step_s + c.eager_layer_s * self.cost.num_layers
         return host + self._between_kernels_s, np.asarray(alone)
@@ -198,7 +191,8 @@ class StepTimeModel:
         tokens = np.array([float(num_tokens)])
         nothing = tuple(np.zeros(1) for _ in self.cost.kv)
         load = StepLoad(tokens, np.ones(1), np.ones(1), nothing, nothing, num_prompt_tokens=tokens)
-        launching = self.constants.eager_step_s + self.constants.eager_layer_s * self.cost.num_layers
+        c = self.constants
+        launching = c.eager_step_s + (c.eager_layer_s + c.eager_prompt_layer_s) * self.cost.num_layers
         return launching > float(sum(part[0] for part in self._device_parts(load, tokens, np.ones(1)).values()))
 
     @property

@@ -52,7 +52,7 @@ def constants_of(found: Microbenchmark, gpu: GpuSpec, prior: StepConstants) -> S
         rates = [float(timing.sizes["bytes"]) / timing.seconds for timing in by_kind["swap"]]
         changes["host_link_bytes_per_s"] = float(np.mean(rates))
     if "host" in by_kind:
-        changes |= _host(by_kind["host"], by_kind.get("launch", []))
+        changes |= _host(by_kind["host"], by_kind.get("launch decode", []), by_kind.get("launch", []))
     if "admission" in by_kind:
         changes["admission_s"] = min(timing.seconds for timing in by_kind["admission"])
     return prior.replace(**changes).with_intervals("labkit", "microbenchmark")
@@ -143,15 +143,23 @@ def _sampling(timings: Sequence[Timing], bandwidth: float) -> dict[str, object]:
     return {"sampling_floor_s": floor_s, "sampling_passes": passes}
 
 
-def _host(steps: Sequence[Timing], launches: Sequence[Timing]) -> dict[str, object]:
-    """Host time by requests from the thinnest network; by layers, where steps are launched kernel by kernel."""
+def _host(steps: Sequence[Timing], decodes: Sequence[Timing], prompts: Sequence[Timing]) -> dict[str, object]:
+    """Host time by requests from the thinnest network; by layers, where steps are launched kernel by kernel: those that
+    decode, and what one with a prompt takes more."""
     thinnest = min(float(timing.sizes["layers"]) for timing in steps)
     own = [timing for timing in steps if float(timing.sizes["layers"]) == thinnest]
     step_s, request_s = _line(_column(own, "requests"), _seconds(own))
     found: dict[str, object] = {"step_s": step_s, "request_s": request_s}
-    if len({timing.sizes["layers"] for timing in launches}) > 1:
-        first_s, layer_s = _line(_column(launches, "layers"), _seconds(launches))
+    lines = [
+        _line(_column(launches, "layers"), _seconds(launches))
+        for launches in (decodes, prompts)
+        if len({timing.sizes["layers"] for timing in launches}) > 1
+    ]
+    if lines:
+        first_s, layer_s = lines[0]
         found |= {"eager_layer_s": layer_s, "eager_step_s": max(1e-6, first_s - step_s - request_s)}
+    if len(lines) > 1:
+        found["eager_prompt_layer_s"] = max(0.0, lines[1][1] - lines[0][1])
     return found
 
 

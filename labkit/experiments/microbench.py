@@ -63,7 +63,7 @@ class Timing:
 
     Attributes:
         kind: "read", "matmul", "gemm", "decode", "prefill", "norm", "activation", "sample", "swap", "host", "prompt",
-            "admission" or "launch" (without graphs).
+            "admission", or without graphs "launch decode" or "launch" (of a prompt).
         sizes: what was measured: rows, elements, tokens, heads, KV type, layers and so on.
         seconds: median of one launch, or of one engine step.
     """
@@ -329,11 +329,11 @@ class HostSteps:
         self._add(4, 60, 4)
         self._drain()
 
-    def decode(self, requests: int) -> Timing:
+    def decode(self, requests: int, kind: str = "host") -> Timing:
         """Steps in which so many requests decode."""
         self._add(requests, 4, self._num_steps + 8)
         rows = [row for row in self._drain() if row.num_decode_tokens == requests and not row.num_prefill_tokens]
-        return Timing("host", {"requests": requests, "layers": self._num_layers}, _cycle_s(rows[4:]))
+        return Timing(kind, {"requests": requests, "layers": self._num_layers}, _cycle_s(rows[4:]))
 
     def prompts(self, kind: str, tokens: int = 64) -> Timing:
         """Steps that compute one prompt each: the next one comes when the last was taken."""
@@ -396,7 +396,9 @@ def _host(bench: Bench) -> Iterator[Timing]:
             yield steps.prompts("prompt")
             yield steps.admission()
             engine.reconfigure(plan(spec, bench.gpu, config.replace(enforce_eager=True)))
-            yield HostSteps(engine, num_layers, shapes.host_steps).prompts("launch")
+            eager = HostSteps(engine, num_layers, shapes.host_steps)
+            yield eager.decode(shapes.host_batches[0], "launch decode")
+            yield eager.prompts("launch")
         finally:
             engine.close()
 

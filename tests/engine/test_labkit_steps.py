@@ -1,4 +1,4 @@
-"""Steps of labkit's engine in the step-time model: places of prompts in graphs, padded rows, swaps beside them."""
+"""Steps of labkit's engine in the step-time model: places of prompts in graphs, padded rows, launches by the host."""
 
 from __future__ import annotations
 
@@ -52,19 +52,17 @@ def test_a_captured_step_samples_all_its_places():
     assert launched < model.parts(work(120, 20, 8))["lm_head"][0]
 
 
-def test_swapped_blocks_travel_beside_the_step():
-    model = model_of(host_link_bytes_per_s=50e9)
-    alone = model.parts(work(32, 32, 0))
-    busy = sum(part[0] for part in alone.values())
-    beside = model.parts(work(32, 32, 0, swapped=0.5 * busy * 50e9))
-    assert beside["swap"][0] == pytest.approx(2 * 0.5 * busy * 50e9 / H200.mem_bandwidth_bytes_per_s)
-    longer = model.parts(work(32, 32, 0, swapped=3 * busy * 50e9))
-    hidden = busy - alone["host"][0]
-    assert longer["swap"][0] == pytest.approx(
-        3 * busy - hidden + 6 * busy * 50e9 / H200.mem_bandwidth_bytes_per_s, rel=1e-6
-    )
-    server = dataclasses.replace(model, launch=vllm_launch_rules(CONFIG))
-    assert server.parts(work(32, 32, 0, swapped=1e6))["swap"][0] == pytest.approx(1e6 / 50e9)
+def test_without_graphs_a_prompt_costs_the_host_more_in_every_layer():
+    constants = {
+        "eager_step_s": 0.0,
+        "eager_layer_s": 1e-3,
+        "eager_prompt_layer_s": 2e-3,
+        "step_s": 0.0,
+        "request_s": 0.0,
+    }
+    model = dataclasses.replace(model_of(**constants), launch=labkit_rules(CONFIG.replace(enforce_eager=True)))
+    assert model.seconds(work(8, 8, 0))[0] == pytest.approx(28 * 1e-3, rel=1e-3)
+    assert model.seconds(work(64, 8, 1))[0] == pytest.approx(28 * 3e-3, rel=1e-3)
 
 
 def test_prompts_over_an_8_bit_cache_take_longer_by_their_products():

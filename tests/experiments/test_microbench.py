@@ -66,7 +66,8 @@ def test_every_part_is_measured_but_the_ceilings_that_need_a_card(interpreted):
     timings, missing = interpreted
     kinds = {kind for kind, _, _ in timings}
     assert kinds == {
-        "gemm", "decode", "prefill", "norm", "activation", "sample", "swap", "host", "prompt", "launch", "admission",
+        "gemm", "decode", "prefill", "norm", "activation", "sample", "swap", "host", "prompt", "launch",
+        "launch decode", "admission",
     }  # fmt: skip
     assert list(missing) == ["ceilings"]
     assert all(seconds > 0 for _, _, seconds in timings)
@@ -108,7 +109,8 @@ def made(**changes) -> Microbenchmark:
         timings.append(Timing("host", {"requests": requests, "layers": 2}, truth["step"] + truth["request"] * requests))
     for layers in (2, 10):
         seconds = truth["step"] + truth["request"] + truth["eager"] + layers * truth["layer"]
-        timings.append(Timing("launch", {"layers": layers, "tokens": 64}, seconds))
+        timings.append(Timing("launch decode", {"layers": layers, "requests": 1}, seconds))
+        timings.append(Timing("launch", {"layers": layers, "tokens": 64}, seconds + layers * 5e-5))
     timings += [Timing("swap", {"bytes": 2**28, "direction": way}, 2**28 / truth["link"]) for way in ("in", "out")]
     return Microbenchmark("H200", "2026-01-01T00:00:00+00:00", 40.0, tuple(timings))
 
@@ -126,6 +128,7 @@ def test_constants_are_those_that_made_the_times():
     assert found.prompt_factor_8bit == pytest.approx(1.6, rel=0.01)
     assert (found.step_s, found.request_s) == pytest.approx((3e-4, 5e-6), rel=0.01)
     assert (found.eager_step_s, found.eager_layer_s) == pytest.approx((4e-4, 1.2e-4), rel=0.01)
+    assert found.eager_prompt_layer_s == pytest.approx(5e-5, rel=0.01)
     assert found.layer_s == pytest.approx(4 * 2e-6)
     assert found.elementwise_passes == pytest.approx(1.5)
     assert found.host_link_bytes_per_s == pytest.approx(25e9)
