@@ -81,9 +81,10 @@ class SwapLane:
         """Copy (block, host block) pairs to the host."""
         for part in self._turns(pairs, self._leaving):
             turn, free = _take(self._left, part, len(self._leaving.rows))
+            table = self._table([(block, turn.start + at) for at, block in enumerate(turn.blocks)])
             with self._timed("wait"):
                 self._wait(free)
-                self._move(self._ways_out, [(block, turn.start + at) for at, block in enumerate(turn.blocks)])
+                self._move(self._ways_out, table)
             with self._beside(self._mark()), self._timed("bus"):
                 for place, host, count in _runs(turn.start, part):
                     self._host[host : host + count].copy_(self._leaving.rows[place : place + count], non_blocking=True)
@@ -107,9 +108,10 @@ class SwapLane:
     def settle(self) -> None:
         """Put the blocks that are on their way to the card into their places, in stream order."""
         for turn, came in self._on_their_way:
+            table = self._table([(turn.start + at, block) for at, block in enumerate(turn.blocks)])
             with self._timed("wait"):
                 self._wait(came)
-                self._move(self._ways_in, [(turn.start + at, block) for at, block in enumerate(turn.blocks)])
+                self._move(self._ways_in, table)
             turn.done = self._mark()
         self._on_their_way = []
 
@@ -125,18 +127,21 @@ class SwapLane:
         ordered, size = sorted(pairs, key=itemgetter(1)), max(1, len(staged.rows) // 2)
         return (ordered[start : start + size] for start in range(0, len(ordered), size))
 
-    def _move(self, ways: list[tuple[BlockCaches, BlockCaches]], pairs: Pairs) -> None:
-        """Within the card."""
+    def _table(self, pairs: Pairs) -> torch.Tensor:
+        """From where to where, on the card."""
         table = torch.tensor(pairs, dtype=torch.int64)
-        if self._stream is not None:
-            table = table.pin_memory().to(self._device, non_blocking=True)
+        return table if self._stream is None else table.pin_memory().to(self._device, non_blocking=True)
+
+    @staticmethod
+    def _move(ways: list[tuple[BlockCaches, BlockCaches]], table: torch.Tensor) -> None:
+        """Within the card."""
         for source, target in ways:
             launch_copy(source, target, table, _ALL_PROGRAMS)
 
     def _compile(self) -> None:
         """Launch copies of nothing, so that no kernel is compiled while requests wait."""
         for count in _COMPILED_FOR:
-            self._move([*self._ways_out, *self._ways_in], [(-1, -1)] * count)
+            self._move([*self._ways_out, *self._ways_in], self._table([(-1, -1)] * count))
 
     def _mark(self) -> torch.cuda.Event | None:
         return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
