@@ -53,6 +53,14 @@ def test_cpu_plan_is_the_engines_pool():
     assert got.breakdown.block_tables_bytes == 4 * 100 * 4
     assert got.breakdown.workspace_bytes == 1600 * 2 * 3 * 64 * 4
     assert (got.breakdown.cuda_graphs_bytes, got.breakdown.outside_bytes) == (0, 0)
+    # Weights and scratch are known to 2 %, the activation peak to 10 %, blocks and tables to the byte.
+    shares = {
+        part: size / got.breakdown.parts()[part] if size else 0
+        for part, size in got.breakdown.uncertainty_bytes.items()
+    }
+    assert shares == pytest.approx(
+        {"weights": 0.02, "kv_cache": 0, "block_tables": 0, "activation": 0.1, "workspace": 0.02}, rel=1e-3
+    )
     assert sum(got.breakdown.parts().values()) == 2 * GIB
     assert got.config.dtype == "float32"
 
