@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,14 +39,13 @@ from labkit.engine.sequence import Sequence
 from labkit.engine.tensor_parallel import agreed_blocks
 from labkit.errors import LabkitError
 from labkit.format import GIB
+from labkit.memory.card_parts import captures_largest, card_constants
 from labkit.memory.records import MemoryPlan
 from labkit.memory.step_shapes import MANY_PROMPTS, StepShape, graph_shapes
 from labkit.models.decoder import Decoder
 from labkit.models.linear import project
 from labkit.specs.model_spec import LayerSpec
 
-# A step is bound by the host when launching it takes this share of its time.
-_HOST_BOUND = 0.9
 # What can change without touching memory: only the scheduler reads it.
 _SCHEDULING_KNOBS = frozenset({"enable_chunked_prefill", "enable_prefix_caching", "preemption_mode"})
 
@@ -347,9 +345,11 @@ class CudaExecutor:
         if key not in self._measured.costs:
             pool = torch.empty(form.pool_bytes(1), dtype=torch.uint8, device=self._device)
             trial = self._build(with_blocks(plan, form, 1, 0), pool)
-            peak, waits_for_host = self._peak(trial, plan)
+            self._warm_libraries()
+            peak = self._peak(trial, plan)
             self._compile(trial, plan)
-            costs = StepCosts(peak, 0, trial.tables_bytes, waits_for_host)
+            largest = captures_largest(plan.model, plan.gpu, plan.config)
+            costs = StepCosts(peak, 0, trial.tables_bytes, largest)
             graphs = self._graphs_estimate(trial, plan, costs) if self._captures(plan) else 0
             self._measured.costs[key] = dataclasses.replace(costs, graphs_bytes=graphs)
             del trial, pool
@@ -366,42 +366,45 @@ class CudaExecutor:
                 # The staging buffers have room for two steps on their way, no more.
                 torch.cuda.synchronize(self._device)
 
-    def _peak(self, trial: _Allocated, plan: MemoryPlan) -> tuple[int, bool]:
-        """Most bytes that the largest step has at one moment, and whether the card then waits for the host.
+    def _warm_libraries(self) -> None:
+        """Have the matrix library take its workspace for each stream that it will run on, once and counted."""
+        before = look_at(self._device).allocated_bytes
+        for stream in (torch.cuda.current_stream(self._device), self._stream):
+            with torch.cuda.stream(stream):
+                some = torch.zeros(16, 16, dtype=self._decoder.dtype, device=self._device)
+                torch.mm(some, some)
+        torch.cuda.synchronize(self._device)
+        del some
+        self._measured.library_bytes += max(0, look_at(self._device).allocated_bytes - before)
 
-        What its first run leaves behind is the libraries'.
-        """
+    def _peak(self, trial: _Allocated, plan: MemoryPlan) -> int:
+        """Most bytes that the largest step has at one moment; what its first run leaves behind is the libraries'."""
         before = look_at(self._device).allocated_bytes
         self._compute(trial, trial.staging.send(prompt_step(plan, trial.tables)))
         torch.cuda.synchronize(self._device)
         kept = look_at(self._device).allocated_bytes
         self._measured.library_bytes += max(0, kept - before)
         torch.cuda.reset_peak_memory_stats(self._device)
-        tensors = trial.staging.send(prompt_step(plan, trial.tables))
-        start = time.perf_counter()
-        self._compute(trial, tensors)
-        launched_s = time.perf_counter() - start
+        self._compute(trial, trial.staging.send(prompt_step(plan, trial.tables)))
         torch.cuda.synchronize(self._device)
-        waits = launched_s > _HOST_BOUND * (time.perf_counter() - start)
-        return torch.cuda.max_memory_allocated(self._device) - kept, waits and self._decoder.tp_size == 1
+        return torch.cuda.max_memory_allocated(self._device) - kept
 
     def _graphs_estimate(self, trial: _Allocated, plan: MemoryPlan, costs: StepCosts) -> int:
         """From the two largest graphs of each kind over a pool of one block: the very first owns the memory, the others
-        share it."""
+        share it, and the driver, which grows in steps, keeps a little for each."""
         graphs = StepGraphs(lambda shape: self._prepared(trial, shape), self._stream)  # type: ignore[arg-type]
-        used, total = self._used_bytes(), 0
-        for shapes in graph_shapes(plan.config, largest=costs.waits_for_host):
-            for number, shape in enumerate(shapes[:-3:-1]):
+        used, num_left = self._used_bytes(), 0
+        for shapes in graph_shapes(plan.config, largest=costs.captures_largest):
+            for shape in shapes[:-3:-1]:
                 graphs.capture(shape, warm_up=self._is_new_shape(plan, shape))
-                grown, used = self._used_bytes() - used, self._used_bytes()
-                total += grown * (1 if number == 0 else len(shapes) - 1)
-        return total
+            num_left += max(0, len(shapes) - 2)
+        return max(0, self._used_bytes() - used) + num_left * card_constants().graph_driver_bytes
 
     def _capture(self, memory: _Allocated, plan: MemoryPlan) -> None:
         before = self._used_bytes()
         graphs = StepGraphs(lambda shape: self._prepared(memory, shape), self._stream)  # type: ignore[arg-type]
         costs = self._measured.costs[self._shape_key(plan)]
-        for shapes in graph_shapes(plan.config, largest=costs.waits_for_host):
+        for shapes in graph_shapes(plan.config, largest=costs.captures_largest):
             for shape in reversed(shapes):
                 graphs.capture(shape, warm_up=self._is_new_shape(plan, shape))
         memory.graphs = graphs

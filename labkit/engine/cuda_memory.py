@@ -49,15 +49,15 @@ class StepCosts:
 
     Attributes:
         activation_bytes: torch's peak over what was allocated before, in the largest step.
-        graphs_bytes: of all captured graphs, from the first two.
-        tables_bytes: block tables, inputs and the decode kernel's scratch.
-        waits_for_host: launched kernel by kernel, the card is done with the largest step before the host is.
+        graphs_bytes: of all captured graphs, from the largest.
+        tables_bytes: block tables, inputs, the decode kernel's scratch, the fused kernels' rotary tables.
+        captures_largest: the largest step has a graph too, as launching it takes longer than computing it.
     """
 
     activation_bytes: int = 0
     graphs_bytes: int = 0
     tables_bytes: int = 0
-    waits_for_host: bool = False
+    captures_largest: bool = False
 
 
 def pool_of(
