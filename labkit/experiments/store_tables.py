@@ -95,8 +95,13 @@ def make_engine(url: sa.URL) -> sa.Engine:
     try:
         if url.get_backend_name() != "sqlite":
             return sa.create_engine(url, pool_pre_ping=True)
+        # A database in memory lives as long as its one connection, which threads then take turns on.
+        in_memory = not url.database or url.database == ":memory:"
+        pool: dict[str, Any] = (
+            {"poolclass": sa.QueuePool, "pool_size": 1, "max_overflow": 0} if in_memory else {"poolclass": sa.NullPool}
+        )
         engine = sa.create_engine(
-            url, poolclass=sa.NullPool, connect_args={"timeout": BUSY_TIMEOUT_MS / 1000, "check_same_thread": False}
+            url, **pool, connect_args={"timeout": BUSY_TIMEOUT_MS / 1000, "check_same_thread": False}
         )
     except (ImportError, sa.exc.ArgumentError) as error:
         raise StoreError(
