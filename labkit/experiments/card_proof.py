@@ -90,7 +90,7 @@ class Sweep:
 
     Attributes:
         constants: of the microbenchmark alone. runs: the grid and what lies beside it. held_back: other runs, which
-            were looked at while the step-time model was made. unseen: runs that were not.
+            were looked at while the step-time model was made. unseen: runs that were not, of another file.
         calibrating: for each model its run that calibrates, all knobs as in the base.
     """
 
@@ -134,11 +134,13 @@ def read_sweep(path: Path) -> Sweep:
     by_part: dict[str, list[MeasuredRun]] = {}
     for run in runs:
         by_part.setdefault(run.run.part, []).append(run)
-    calibrating = [*by_part.get("repeat", ()), *by_part.get("calibrates", ())]
+    firsts = ("repeat", "calibrates", "second model calibrates")
+    calibrating = [run for part in firsts for run in by_part.get(part, ())]
     return Sweep(
         constants=constants_of(found, gpu, load_constants(engine="labkit", level="data sheet")),
         runs=(*by_part.get("repeat", ()), *by_part.get("grid", ())),
-        held_back=tuple(by_part.get("held back", ())), unseen=tuple(by_part.get("unseen", ())),
+        held_back=tuple(by_part.get("held back", ())),
+        unseen=(*by_part.get("unseen", ()), *by_part.get("second model", ())),
         calibrating={run.run.model: run for run in reversed(calibrating)}, card=content["card"],
     )  # fmt: skip
 
@@ -166,8 +168,13 @@ class Proof:
     intervals: dict[str, list[dict[str, list[float]]]]
 
 
-def prove(path: Path) -> Proof:
-    """Rows, promised numbers and intervals of a sweep's file; all numbers are misses without a file."""
+def prove(path: Path, unseen_path: Path | None = None) -> Proof:
+    """Rows, promised numbers and intervals of a sweep's file; what a missing file would show is a miss.
+
+    Args:
+        unseen_path: file of runs that no choice has seen, with a microbenchmark and calibrating runs of its own, since
+            engines change from one session on a card to the next.
+    """
     from labkit.experiments.card_search import search_on_grid
 
     if not path.is_file():
@@ -177,11 +184,8 @@ def prove(path: Path) -> Proof:
     parts = {
         _ONE_RUN: foretold([run for run in sweep.runs if run is not sweep.first], *_calibrated(sweep.first, sweep)),
         _HELD_BACK: foretold(sweep.held_back, *_calibrated(sweep.first, sweep)),
-        _UNSEEN: [],
+        **_unseen(unseen_path),
     }
-    for model, first in sweep.calibrating.items():
-        runs = [run for run in sweep.unseen if run.run.model == model]
-        parts[_UNSEEN] += foretold(runs, *_calibrated(first, sweep))
     levels = {"microbenchmark": [alone], "calibrated": [parts[_ONE_RUN], *_after_more_runs(sweep)]}
     flags, searched = changed_flags(sweep), search_on_grid(sweep, 5)
     covered, inside = coverage(parts)
@@ -199,7 +203,20 @@ def prove(path: Path) -> Proof:
 
 
 _ONE_RUN, _HELD_BACK = "microbenchmark and one run", "runs held back"
-_UNSEEN = "runs that no choice of the model has seen"
+_UNSEEN, _SECOND_MODEL = "runs that no choice has seen", "runs that no choice has seen, an 8B model"
+
+
+def _unseen(path: Path | None) -> dict[str, list[dict[str, Any]]]:
+    """Part → rows, each by the calibrating run of its model."""
+    found: dict[str, list[dict[str, Any]]] = {_UNSEEN: [], _SECOND_MODEL: []}
+    if path is None or not path.is_file():
+        return found
+    sweep = read_sweep(path)
+    for part, name in (("unseen", _UNSEEN), ("second model", _SECOND_MODEL)):
+        runs = [run for run in sweep.unseen if run.run.part == part]
+        if runs and runs[0].run.model in sweep.calibrating:
+            found[name] = foretold(runs, *_calibrated(sweep.calibrating[runs[0].run.model], sweep))
+    return found
 
 
 def _summary(
@@ -208,7 +225,7 @@ def _summary(
     # The pools that send many requests back are not in the grid.
     summary = {
         f"own engine on an H200, {part}: {words}, median error, %": at_most(errors_of.get(part, {}).get(name), *bars)
-        for part in (_ONE_RUN, _HELD_BACK, _UNSEEN)
+        for part in (_ONE_RUN, _HELD_BACK, _UNSEEN, _SECOND_MODEL)
         for name, (words, *bars) in _BARS.items()
         if not (part == _ONE_RUN and name == "num_preemptions")
     }
@@ -264,7 +281,7 @@ def coverage(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[list[dic
         grid = run_ratios(parts[_ONE_RUN], metric)
         interval = conformal([ratio for _, ratio in grid])
         inside = {_ONE_RUN: left_out_inside(grid)}
-        for part in (_HELD_BACK, _UNSEEN):
+        for part in (_HELD_BACK, _UNSEEN, _SECOND_MODEL):
             inside[part] = [is_inside(ratio, interval) for _, ratio in run_ratios(parts[part], metric)]
         share = percent([one for group in inside.values() for one in group])
         rows.append({

@@ -1,6 +1,7 @@
 """A sweep of the real engine on the card that is here, as ground truth for the virtual one: one short run a setting.
 
-    python -m labkit.experiments.card_sweep results/h200-sweep.json microbenchmark=60 grid=120 held-back=60 unseen=90
+    python -m labkit.experiments.card_sweep results/h200-sweep.json microbenchmark=60 grid=120 held-back=60
+    python -m labkit.experiments.card_sweep results/h200-unseen.json microbenchmark=60 unseen=60 second-model=60
 
 Rows hold what a run was judged by and every step in short columns, so that all comparisons can be made later without
 a card. The file is written anew after each run: what ran is kept when the time is over. Random weights.
@@ -47,6 +48,12 @@ TRAFFIC: Mapping[str, Any] = {
 # Outputs that are long for their prompts outgrow a small pool: requests are sent back.
 GROWING: Mapping[str, Any] = {
     "num_requests": 100, "input_lengths": "uniform:16-96", "output_lengths": "uniform:64-256",
+}  # fmt: skip
+_MIDDLE: Mapping[str, Any] = {
+    "num_requests": 90, "input_lengths": "uniform:100-700", "output_lengths": "uniform:20-150",
+}  # fmt: skip
+_LONGER: Mapping[str, Any] = {
+    "num_requests": 60, "input_lengths": "uniform:400-1500", "output_lengths": "uniform:32-200",
 }  # fmt: skip
 WARM_UP: Mapping[str, Any] = {"num_requests": 8, "input_lengths": 128, "output_lengths": 4, "seed": 999}
 _DIFFERENCES = ("start_us", "end_us", "num_tokens_stored")
@@ -104,16 +111,14 @@ def held_back_runs() -> list[SweepRun]:
 
 
 def unseen_runs() -> list[SweepRun]:
-    """Runs that no choice of the step-time model has seen: other block sizes, lengths, seeds and arrivals, no graphs,
-    a shared prefix, and a second model, whose first run calibrates it."""
+    """Runs that no choice of the step-time model has seen: other block sizes, lengths, seeds and arrivals, no graphs, a
+    shared prefix; the base calibrates."""
     swaps = {"preemption_mode": "swap", "swap_space": 2.0}
-    middle = {"num_requests": 90, "input_lengths": "uniform:100-700", "output_lengths": "uniform:20-150"}
-    longer = {"num_requests": 60, "input_lengths": "uniform:400-1500", "output_lengths": "uniform:32-200"}
     prefix = {"num_requests": 120, "shared_prefix_tokens": 512, "input_lengths": "uniform:540-900"}
-    small: list[tuple[dict[str, Any], Mapping[str, Any]]] = [
-        ({"max_num_seqs": 72, "block_size": 32}, middle),
-        ({"max_num_seqs": 40, "max_num_batched_tokens": 3072, "kv_cache_dtype": "fp8"}, longer),
-        ({"max_num_seqs": 48, "max_num_batched_tokens": 1536}, {"num_requests": 120, "arrivals": "poisson:90"}),
+    others: list[tuple[dict[str, Any], Mapping[str, Any]]] = [
+        ({"max_num_seqs": 88, "block_size": 32}, _MIDDLE),
+        ({"max_num_seqs": 40, "max_num_batched_tokens": 3072, "kv_cache_dtype": "fp8"}, _LONGER),
+        ({"max_num_seqs": 48, "max_num_batched_tokens": 1536}, {"num_requests": 120, "arrivals": "poisson:120"}),
         ({"max_num_seqs": 100, "num_gpu_blocks_override": 450}, GROWING),
         ({"max_num_seqs": 100, "num_gpu_blocks_override": 260, "block_size": 32}, GROWING),
         ({"max_num_seqs": 8}, {"num_requests": 16, "output_lengths": "uniform:128-384"}),
@@ -121,24 +126,35 @@ def unseen_runs() -> list[SweepRun]:
         ({"max_num_seqs": 100, "num_gpu_blocks_override": 420, **swaps}, GROWING),
         ({"max_num_seqs": 64, "enforce_eager": True}, {"num_requests": 48}),
     ]
+    unseen = [SweepRun("unseen", point, 301 + index, traffic) for index, (point, traffic) in enumerate(others)]
+    return [SweepRun("calibrates", {}), *unseen]
+
+
+def second_model_runs() -> list[SweepRun]:
+    """The same of a larger model, whose first run calibrates it."""
     roomy = {"gpu_memory_utilization": 0.3}
-    large: list[tuple[dict[str, Any], Mapping[str, Any]]] = [
-        ({**roomy, "max_num_seqs": 96, "max_num_batched_tokens": 1024}, middle),
-        ({**roomy, "max_num_seqs": 48, "kv_cache_dtype": "fp8", "block_size": 32}, middle),
+    others: list[tuple[dict[str, Any], Mapping[str, Any]]] = [
+        ({**roomy, "max_num_seqs": 96, "max_num_batched_tokens": 1024}, _MIDDLE),
+        ({**roomy, "max_num_seqs": 48, "kv_cache_dtype": "fp8", "block_size": 32}, _MIDDLE),
         ({**roomy, "max_num_seqs": 64, "num_gpu_blocks_override": 330}, GROWING),
         ({**roomy, "max_num_seqs": 64}, {"num_requests": 64, "arrivals": "poisson:30"}),
-        ({**roomy, "max_num_seqs": 16, "max_num_batched_tokens": 4096}, {**longer, "num_requests": 24}),
+        ({**roomy, "max_num_seqs": 16, "max_num_batched_tokens": 4096}, {**_LONGER, "num_requests": 24}),
     ]
     return [
-        *(SweepRun("unseen", point, 101 + index, traffic) for index, (point, traffic) in enumerate(small)),
-        SweepRun("calibrates", roomy, 200, {"num_requests": 64}, LARGE_MODEL),
-        *(SweepRun("unseen", point, 201 + index, traffic, LARGE_MODEL) for index, (point, traffic) in enumerate(large)),
-    ]
+        SweepRun("second model calibrates", roomy, 200, {"num_requests": 64}, LARGE_MODEL),
+        *(SweepRun("second model", point, 201 + index, traffic, LARGE_MODEL)
+          for index, (point, traffic) in enumerate(others)),
+    ]  # fmt: skip
 
 
 # Each part of the file by its name on the command line.
 PARTS: Mapping[str, Callable[[], list[SweepRun]]] = MappingProxyType(
-    {"grid": lambda: sweep_runs(), "held back": held_back_runs, "unseen": unseen_runs}
+    {
+        "grid": lambda: sweep_runs(),
+        "held back": held_back_runs,
+        "unseen": unseen_runs,
+        "second model": second_model_runs,
+    }
 )
 
 
@@ -320,7 +336,9 @@ def main() -> None:
     """The command line of this module."""
     parser = argparse.ArgumentParser(description="Sweep labkit's engine on the card that is here.")
     parser.add_argument("path", type=Path)
-    parser.add_argument("parts", nargs="+", help="microbenchmark, grid, held-back or unseen, each with =SECONDS")
+    parser.add_argument(
+        "parts", nargs="+", help="microbenchmark, grid, held-back, unseen or second-model, each with =SECONDS"
+    )
     options = parser.parse_args()
     check_card()
     for part in options.parts:

@@ -88,13 +88,17 @@ def left_out(runs: Runs, key: KeyOf, fits: Mapping[Any, StepConstants]) -> np.nd
 
 
 def bench_simulation(
-    path: str | os.PathLike[str], *, fit: bool = False, sweep: Path = Path("results/h200-sweep.json")
+    path: str | os.PathLike[str],
+    *,
+    fit: bool = False,
+    sweep: Path = Path("results/h200-sweep.json"),
+    unseen: Path = Path("results/h200-unseen.json"),
 ) -> dict[str, Any]:
     """Cross-validate and write the results file; returns its content.
 
     Args:
         sweep: runs of labkit's own engine on a card, of `labkit.experiments.card_sweep`; what they prove is a miss
-            where there is no such file.
+            where there is no such file. unseen: of other runs, see `card_proof.prove`.
         fit: also write `step_constants.json` anew, for whoever changes the formula or the runs.
 
     Raises:
@@ -115,7 +119,7 @@ def bench_simulation(
         {"check": "search on public grids", "launches_allowed": most, **shares_within(served, fits["V1"], most)}
         for most in (3, 5)
     ]
-    proof = prove(sweep)
+    proof = prove(sweep, unseen)
     if fit:
         after = [{TPOT: _edges(conformal([ratio for _, ratio in ratios]))} for ratios in calibrated.values()]
         _write_constants(intervals, {"labkit": proof.intervals, "vllm": {"calibrated": after}}, sweep)

@@ -131,9 +131,8 @@ def test_the_order_of_runs_that_differ_and_the_share_inside_the_interval():
     # 100 and 102 are not told apart; of the five other pairs one is turned.
     rows = [row(512, 100, 99), row(512, 102, 98), row(2048, 120, 140), row(2048, 130, 130)]
     assert right_order(rows) == 80.0
-    found, inside = coverage(
-        {card_proof._ONE_RUN: rows, card_proof._HELD_BACK: [row(512, 100, 1000)], card_proof._UNSEEN: []}
-    )
+    none = {part: [] for part in (card_proof._UNSEEN, card_proof._SECOND_MODEL)}
+    found, inside = coverage({card_proof._ONE_RUN: rows, card_proof._HELD_BACK: [row(512, 100, 1000)], **none})
     assert [entry["metric"] for entry in found][-1] == "tpot_mean_s"
     assert found[-1]["percent_inside_by_part"]["runs held back"] == 0.0
     assert inside == found[-1]["percent_inside"] < 100
@@ -146,3 +145,21 @@ def test_few_preemptions_are_no_share():
     }  # fmt: skip
     many = errors({**measured, "num_preemptions": 20}, {**measured, "num_preemptions": 15})
     assert many["num_preemptions"] == -0.25
+
+
+def test_runs_of_another_session_are_judged_by_their_own_calibration(tmp_path):
+    # A session whose engine is twice as slow, with a microbenchmark that does not know it, and its base.
+    truth = constants_of(microbenchmark(), GPU, load_constants(engine="labkit")).replace(correction=2.0)
+    runs = [SweepRun("calibrates", {}, 0, TRAFFIC), SweepRun("unseen", {"max_num_seqs": 12}, 5, TRAFFIC)]
+    content = {
+        "rows": [row_of(run, truth) for run in runs], "microbenchmark": asdict(microbenchmark()), "card": "NVIDIA H200"
+    }  # fmt: skip
+    path = tmp_path / "unseen.json"
+    path.write_text(json.dumps(content))
+    found = card_proof._unseen(path)
+    assert [abs(row["error_percent"]["tpot_mean_s"]) < 5 for row in found[card_proof._UNSEEN]] == [True]
+    assert found[card_proof._SECOND_MODEL] == []
+    assert card_proof._unseen(tmp_path / "none.json")[card_proof._UNSEEN] == []
+    summary = card_proof.prove(tmp_path / "none.json").summary
+    assert not any(entry["ok"] for entry in summary.values())
+    assert any("8B model" in name for name in summary)
