@@ -1,17 +1,19 @@
 """Memory of labkit's engine on the card that is here, over models and settings, for the planner to be judged by.
 
-    python -m labkit.experiments.card_memory results/labkit-memory.json 120
+    python -m labkit.experiments.card_memory results/labkit-memory.json 60 Qwen/Qwen3-0.6B
 
 One row a configuration: the parts that the engine measured before it took its pool, those that it holds afterwards, and
-its blocks. Random weights, nothing is served. The file is written anew after each row, most telling models first.
+its blocks. Random weights, nothing is served. Rows of models that are not named stay in the file; a process for each
+model shows what the first engine of a process takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from labkit.text import plain
 
 SMALL_MODEL, LARGE_MODEL = "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B-Instruct"
 BASE: Mapping[str, Any] = {
-    "max_model_len": 4096, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.3,
+    "max_model_len": 4096, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.1,
 }  # fmt: skip
 
 
@@ -53,46 +55,35 @@ class MemoryRun:
         return spec if self.num_layers is None else spec.replace(layers=spec.layers[: self.num_layers])
 
 
-def _sweep(model: str) -> Iterator[MemoryRun]:
-    """The knobs that change parts, one or two at a time, in pools of a tenth and of a fortieth of the card."""
-    sizes = [(512, 32), (512, 96), (2048, 64), (2048, 128), (8192, 64), (8192, 256), (1024, 1024), (16384, 256)]
-    for tokens, seqs in sizes:
-        yield MemoryRun(model, {"max_num_batched_tokens": tokens, "max_num_seqs": seqs})
+def _knobs(tokens: int, seqs: int, share: float = 0.1, **others: Any) -> dict[str, Any]:
+    return {
+        "max_num_batched_tokens": tokens, "max_num_seqs": seqs, "gpu_memory_utilization": share, **others
+    }  # fmt: skip
 
 
 def memory_runs() -> list[MemoryRun]:
-    """What is measured, in order."""
-    small = {"gpu_memory_utilization": 0.1}
-    tiny = {"gpu_memory_utilization": 0.025, "max_model_len": 2048}
-    runs = [MemoryRun(SMALL_MODEL, {**run.knobs, **small}) for run in _sweep(SMALL_MODEL)]
-    for tokens, seqs in ((512, 32), (512, 96), (2048, 64), (2048, 96), (8192, 64), (8192, 96)):
-        knobs = {"max_num_batched_tokens": tokens, "max_num_seqs": seqs, **tiny}
-        runs += [MemoryRun(SMALL_MODEL, knobs), MemoryRun(SMALL_MODEL, {**knobs, "kv_cache_dtype": "fp8"})]
-    others: list[dict[str, Any]] = [
-        {"enforce_eager": True}, {"block_size": 32}, {"kv_cache_dtype": "int8_per_token_head"},
-        {"max_num_seqs": 1, "max_num_batched_tokens": 256}, {"max_model_len": 32768, "max_num_seqs": 16},
-        {"swap_space": 1.0, "preemption_mode": "swap"}, {"max_num_batched_tokens": 32768},
+    """What is measured: pools from half a GiB to nearly all of a card, every knob that a part depends on."""
+    small = [
+        _knobs(8192, 256, 0.9), _knobs(2048, 96, 0.025, max_model_len=2048), _knobs(8192, 64, max_model_len=2048),
+        _knobs(512, 48, 0.03, kv_cache_dtype="fp8"), _knobs(3072, 160), _knobs(128, 4, 0.0125, max_model_len=1024),
+        _knobs(6144, 320, 0.2, kv_cache_dtype="int8_per_token_head"), _knobs(1536, 24, 0.05, block_size=32),
+        _knobs(4096, 100, enforce_eager=True), _knobs(2048, 8, 0.15, max_model_len=32768), _knobs(768, 700),
+        _knobs(2048, 64, swap_space=1.0, preemption_mode="swap"), _knobs(16384, 200, 0.3),
     ]  # fmt: skip
-    runs += [MemoryRun(SMALL_MODEL, {**small, **knobs}) for knobs in others]
-    runs += [MemoryRun(SMALL_MODEL, {"gpu_memory_utilization": 0.9})]
-    runs += list(_sweep(LARGE_MODEL))
-    runs += [
-        MemoryRun(LARGE_MODEL, knobs)
-        for knobs in ({"kv_cache_dtype": "fp8"}, {"max_model_len": 131072, "max_num_seqs": 16})
-    ]
-    runs += [MemoryRun(LARGE_MODEL, {"gpu_memory_utilization": 0.92})]
-    cut: dict[str, int] = {
-        "google/gemma-3-4b-text": 8, "Qwen/Qwen3-30B-A3B": 4, "google/gemma-2-2b-it": 6, "Qwen/Qwen2.5-7B-Instruct": 4,
-        "microsoft/Phi-3-mini-4k-instruct": 4, "mistralai/Mistral-7B-v0.1": 4, "Qwen/Qwen3-Embedding-0.6B": 4,
-        "HuggingFaceTB/SmolLM2-135M-Instruct": 30,
-    }  # fmt: skip
-    for model, num_layers in cut.items():
-        for tokens, seqs in ((2048, 64), (8192, 256), (512, 256)):
-            knobs = {"max_num_batched_tokens": tokens, "max_num_seqs": seqs, **small}
-            runs.append(MemoryRun(model, knobs, num_layers))
-    for quantization in ("fp8", "awq"):
-        runs.append(MemoryRun(SMALL_MODEL, {**small, "quantization": quantization}, 4))
-    return runs
+    large = [
+        _knobs(8192, 256, 0.92), _knobs(2048, 64, 0.3), _knobs(512, 16, 0.125), _knobs(4096, 48, 0.15),
+        _knobs(1024, 300, 0.2, kv_cache_dtype="fp8"), _knobs(16384, 128, 0.5, max_model_len=16384),
+    ]  # fmt: skip
+    runs = [MemoryRun(SMALL_MODEL, knobs) for knobs in small] + [MemoryRun(LARGE_MODEL, knobs) for knobs in large]
+    others: dict[str, tuple[int, list[dict[str, Any]]]] = {
+        "google/gemma-3-4b-text": (8, [_knobs(3072, 100), _knobs(512, 200)]),
+        "Qwen/Qwen3-30B-A3B": (4, [_knobs(1024, 128), _knobs(4096, 64)]),
+        "Qwen/Qwen2.5-7B-Instruct": (4, [_knobs(3072, 100)]),
+        "HuggingFaceTB/SmolLM2-135M-Instruct": (30, [_knobs(4096, 128, max_model_len=2048)]),
+    }
+    for model, (num_layers, rows) in others.items():
+        runs += [MemoryRun(model, knobs, num_layers) for knobs in rows]
+    return [*runs, MemoryRun("Qwen/Qwen3-Embedding-0.6B", _knobs(4096, 32, quantization="fp8"), 4)]
 
 
 class MemoryBench:
@@ -118,8 +109,9 @@ class MemoryBench:
         executor = self._executor
         return {
             "model": run.model, "num_layers": run.num_layers, "settings": {**BASE, **run.knobs},
-            "num_gpu_blocks": executor.plan.num_gpu_blocks, "budget_parts": dict(executor.budget_parts),
-            "memory_parts": executor.memory_parts(), "total_bytes": self._total_bytes(),
+            "num_gpu_blocks": executor.plan.num_gpu_blocks, "planned_blocks": planned.num_gpu_blocks,
+            "budget_parts": dict(executor.budget_parts), "memory_parts": executor.memory_parts(),
+            "total_bytes": self._total_bytes(),
         }  # fmt: skip
 
     def close(self) -> None:
@@ -149,12 +141,21 @@ class MemoryBench:
 
 
 def measure_memory(
-    path: Path, budget_s: float, gpu: GpuSpec, *, device: str = "cuda", on_progress: Callable[[str], None] = print
+    path: Path,
+    budget_s: float,
+    gpu: GpuSpec,
+    models: Sequence[str] = (),
+    *,
+    device: str = "cuda",
+    on_progress: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Measure until all is done or the time is over, and write it."""
+    """Measure the runs of `models` (all of them when empty) until all is done or the time is over, and write them."""
     bench, start = MemoryBench(gpu, device), time.monotonic()
-    rows: list[dict[str, Any]] = []
-    for run in memory_runs():
+    runs = [run for run in memory_runs() if not models or run.model in models]
+    mine = {run.model for run in runs}
+    kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    rows: list[dict[str, Any]] = [row for row in kept if row["model"] not in mine]
+    for run in runs:
         if time.monotonic() - start > budget_s:
             on_progress(f"{budget_s:g} s were over; {len(rows)} rows")
             break
@@ -167,7 +168,7 @@ def measure_memory(
         rows.append(row)
         command = f"python -m labkit.experiments.card_memory {path.name}"
         write_results(path, command=command, card=gpu.name, rows=rows, summary={})
-        found = row.get("num_gpu_blocks", row.get("error"))
+        found = row.get("error") or f"{row['num_gpu_blocks']} blocks, planned {row['planned_blocks']}"
         on_progress(f"{time.monotonic() - start:6.1f} s {run.model} {dict(run.knobs)} {found}")
     bench.close()
     return rows
@@ -180,9 +181,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Memory of labkit's engine on the card that is here.")
     parser.add_argument("path", type=Path)
     parser.add_argument("budget_s", type=float, nargs="?", default=120.0)
+    parser.add_argument("models", nargs="*", help="names of the catalogue; none means all that are in the list")
     options = parser.parse_args()
     check_card()
-    measure_memory(options.path, options.budget_s, Bench("cuda").gpu)
+    measure_memory(options.path, options.budget_s, Bench("cuda").gpu, options.models)
 
 
 if __name__ == "__main__":
