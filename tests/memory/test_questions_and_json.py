@@ -61,6 +61,8 @@ def test_ranks_are_listed_where_they_differ_and_the_last_stage_binds():
     # The last stage samples (case N56).
     assert (found["binding_rank"], found["activation_gib"]) == (1, found["ranks"][1]["activation_gib"])
     assert found["num_gpu_blocks"] == min(rank["num_gpu_blocks"] for rank in found["ranks"])
+    shared = ("weights_gib", "activation_gib", "non_torch_gib", "cuda_graphs_gib", "kv_cache_gib", "block_bytes")
+    assert [found["ranks"][1][name] for name in shared] == [found[name] for name in shared]
 
 
 def test_max_model_len_auto_is_the_longest_that_fits():
