@@ -32,7 +32,10 @@ class BatchShape:
 
     def __post_init__(self) -> None:
         if not self.context_lens or len(self.context_lens) != len(self.query_lens):
-            raise OutOfRangeError("a batch has as many query lengths as contexts, and one at least")
+            raise OutOfRangeError(
+                f"{len(self.context_lens)} contexts and {len(self.query_lens)} query lengths are no batch",
+                needed="as many of both, and one at least", knob="query_lens",
+            )  # fmt: skip
         if min(self.query_lens) < 1 or any(
             query > context for query, context in zip(self.query_lens, self.context_lens, strict=True)
         ):

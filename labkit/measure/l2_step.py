@@ -31,7 +31,9 @@ def layer_shapes(model: ModelSpec, config: EngineConfig, batch: BatchShape) -> d
     """
     shapes = Counter(layer_shape(model, config, layer, batch) for layer in model.layers if layer.kind in KV_KINDS)
     if not shapes:
-        raise UnsupportedError(f"{plain(model.name, 60)} keeps no KV, so its attention reads none")
+        raise UnsupportedError(
+            f"{plain(model.name, 60)} keeps no KV, so its attention reads none", works="a model with attention layers"
+        )
     return dict(shapes)
 
 

@@ -55,7 +55,10 @@ class DenseAttention:
             OutOfRangeError: another number of sequences than at the start, or a negative length.
         """
         if (self._caches and len(lengths) != len(self._caches[0])) or any(length < 0 for length in lengths):
-            raise OutOfRangeError(f"lengths {list(lengths)[:8]} do not fit the sequences of this backend")
+            raise OutOfRangeError(
+                f"lengths {list(lengths)[:8]} do not fit the sequences of this backend",
+                needed="0 or more new tokens for each sequence that it began with",
+            )
         self._lengths = tuple(lengths)
 
     def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

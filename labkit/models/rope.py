@@ -51,7 +51,10 @@ def inverse_frequencies(
         return _yarn(powers, theta, parameters, dim)
     if rope.kind in ("longrope", "su"):
         return _longrope(powers, parameters, dim, max_positions, model_positions)
-    raise UnsupportedError(f"RoPE of kind {rope.kind!r} is not in labkit's decoder")
+    raise UnsupportedError(
+        f"RoPE of kind {rope.kind!r} is not in labkit's decoder",
+        works="a model of another kind: default, linear, factors, dynamic, llama3, yarn, longrope",
+    )
 
 
 def _number(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:

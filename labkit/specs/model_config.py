@@ -13,7 +13,7 @@ from labkit.specs.config_layers import read_layers
 from labkit.specs.config_quantization import read_weight_format
 from labkit.specs.config_rope import read_rope
 from labkit.specs.families import Family, find_family
-from labkit.specs.model_spec import LayerSpec, ModelSpec, RopeSpec
+from labkit.specs.model_spec import LayerSpec, ModelSpec
 from labkit.text import plain
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -118,7 +118,7 @@ def _build(
         hidden_size=hidden,
         intermediate_size=dense_width(fields, family),
         vocab_size=fields.integer(*_VOCAB_NAMES, maximum=2**26),
-        max_position_embeddings=_read_length(fields, rope, notes),
+        max_position_embeddings=_read_length(fields, notes),
         dtype=dtype,
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=not family.known),
         rope=rope,
@@ -185,7 +185,7 @@ def _rotated_head_dim(fields: ConfigFields, hidden: int) -> int:
     return fields.optional_integer("head_dim", maximum=2**16) or (hidden // heads if heads else 0)
 
 
-def _read_length(fields: ConfigFields, rope: RopeSpec, notes: list[str]) -> int:
+def _read_length(fields: ConfigFields, notes: list[str]) -> int:
     stated = fields.optional_integer(*_LENGTH_NAMES, minimum=1, maximum=2**31)
     if stated is not None:
         return stated
