@@ -12,8 +12,8 @@ Array = np.ndarray
 class MeasuredProducts:
     """Times between measured ones, linear in the logarithms.
 
-    Shapes are looked up in a grid of outputs and inputs, since a narrow matrix leaves multiprocessors idle that a wide one
-    of as many elements fills. A corner of the grid that was not measured is filled in by its number of elements.
+    Shapes are looked up in a grid of outputs and inputs, since a narrow matrix leaves multiprocessors idle that a wide
+    one of as many elements fills. A corner of the grid that was not measured is filled in by its number of elements.
 
     Args:
         products: (outputs, inputs, rows, seconds) of each timing; at least one.

@@ -206,7 +206,7 @@ _WORDS: Mapping[str, Callable[[Any], str]] = MappingProxyType(
 
 
 def name_of(config: EngineConfig, baseline: EngineConfig | None = None) -> str:
-    """What `config` changes against `baseline` (vLLM's defaults when None): "fp8 KV, block 32"; "starting settings" for nothing.
+    """What `config` changes against `baseline`, vLLM's defaults when None: "fp8 KV, block 32", or "starting settings".
 
     It lists exactly the differing knobs, in the order of the knobs of most interest.
     """
