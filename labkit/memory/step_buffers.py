@@ -141,18 +141,18 @@ class StepBuffers:
         hidden = self._embed(rows)
         rotations = [self._take(rows * rotary_width(model, layer)) for layer in _rotations(model) for _ in range(2)]
         for layer in self._layers:
-            inner = self._norm(rows * model.hidden_size)
+            inner = self._norm(rows, model.hidden_size)
             mixed = self._attention_block(layer, shape)
             self._give(inner)
             if model.sandwich_norms:
-                mixed = self._replaced(mixed, self._norm(rows * model.hidden_size))
-            inner = self._norm(rows * model.hidden_size)
+                mixed = self._replaced(mixed, self._norm(rows, model.hidden_size))
+            inner = self._norm(rows, model.hidden_size)
             out = self._experts(rows) if layer.num_experts else self._mlp(layer, rows)
             if model.sandwich_norms:
-                out = self._replaced(out, self._norm(rows * model.hidden_size))
+                out = self._replaced(out, self._norm(rows, model.hidden_size))
             self._give(inner, mixed, hidden)
             hidden = out
-        normed = self._norm(rows * model.hidden_size)
+        normed = self._norm(rows, model.hidden_size)
         self._give(hidden, *rotations)
         return normed
 
@@ -164,9 +164,13 @@ class StepBuffers:
         qkv = self._product(rows, model.hidden_size, heads + layer.num_kv_heads * values)
         rotated = None
         if model.qk_norm:
-            rotated = self._norm(rows * heads, is_contiguous=False)
+            rotated = self._norm(rows * heads // layer.head_dim, layer.head_dim, is_contiguous=False)
         if layer.uses_rope:
-            turned, rolled = self._take(rows * heads), self._take(rows * heads)
+            turned = self._take(rows * heads)
+            # A roll copies first what is a part of a wider tensor.
+            copy = self._take(rows * heads) if rotated is None else None
+            rolled = self._take(rows * heads)
+            self._give(copy)
             new = self._take(rows * heads)
             self._give(turned, rolled, rotated)
             rotated = new
@@ -232,15 +236,17 @@ class StepBuffers:
             return embedded
         return self._replaced(embedded, self._take(rows * self._model.hidden_size))
 
-    def _norm(self, elements: int, *, is_contiguous: bool = True) -> int:
-        """RMS norm; models with an offset norm in float32, and what is no whole tensor is copied first."""
+    def _norm(self, rows: int, width: int, *, is_contiguous: bool = True) -> int:
+        """RMS norm with its float32 factor of each row; models with an offset norm in float32, and what is no whole
+        tensor is copied first."""
+        take, elements = self._memory.take, rows * width
         if not self._model.norm_offset:
             copy = None if is_contiguous else self._take(elements)
             out = self._take(elements)
-            self._give(copy)
+            self._give(take(FLOAT_BYTES * rows), copy)
             return out
-        wide, normed = (self._memory.take(FLOAT_BYTES * elements) for _ in range(2))
-        self._give(wide)
+        wide, normed = (take(FLOAT_BYTES * elements) for _ in range(2))
+        self._give(take(FLOAT_BYTES * rows), wide)
         return self._replaced(normed, self._take(elements))
 
     def _product(self, rows: int, inputs: int, outputs: int) -> int:
