@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: demo lab test tests lint chromium bench clean
+.PHONY: demo lab test tests lint chromium bench pictures clean
 demo:
 	@$(PYTHON) tools/bootstrap.py
 	@$(BIN)/labkit tune --demo
@@ -34,6 +34,10 @@ chromium:
 bench:
 	@$(PYTHON) tools/bootstrap.py --tests
 	$(BIN)/labkit bench engine && $(BIN)/labkit bench planner && $(BIN)/labkit bench panel
+
+pictures: chromium
+	@$(PYTHON) tools/bootstrap.py --tests
+	$(BIN)/python tools/make_pictures.py
 
 clean:
 	rm -rf .venv build dist *.egg-info

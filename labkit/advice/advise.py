@@ -145,6 +145,11 @@ def _is_worth_it(plan: MemoryPlan, advice: Advice) -> bool:
     return advice.cures or max(advice.gain_share, tokens_share) >= WORTH_SHARE
 
 
+def leads_with(limit: BindingLimit, best: Advice | None) -> bool:
+    """Whether the answer line names `best` as the next change; where no memory setting moves the limit it does not."""
+    return best is not None and (limit.name not in NOT_MEMORY or best.is_faster)
+
+
 def headline(plan: MemoryPlan, limit: BindingLimit, best: Advice | None) -> str:
     """The answer line: fits or not, the limit that binds, the best next change with its gain."""
     capacity = (
@@ -152,7 +157,7 @@ def headline(plan: MemoryPlan, limit: BindingLimit, best: Advice | None) -> str:
         if plan.verdict != "does not fit"
         else f"short by {memory(-plan.margin_bytes)}"
     )
-    if limit.name in NOT_MEMORY and not (best and best.is_faster):
+    if not leads_with(limit, best) and limit.name in NOT_MEMORY:
         following = f"Next: {_OFFERS[limit.name]}; more room gains nothing yet"
     elif best:
         following = f"Next: {best.title[0].lower()}{best.title[1:]}, {best.gain}"

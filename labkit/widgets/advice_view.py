@@ -18,9 +18,10 @@ FROM_PLAN = "What each change would buy, from the plan"
 
 
 class AdviceView:
-    """Lines of advice after the first, which stands in the answer; a table of all; estimated against got."""
+    """Lines of advice, without the first where that stands in the answer; a table of all; estimated against got."""
 
     def __init__(self) -> None:
+        self._first = 1
         self.title = TextLine(classes=("lk-title",))
         self.lines = [TextLine(classes=("lk-advice",)) for _ in range(MAX_ADVICE)]
         self.table = DataTable(folded="every change and its numbers as a table")
@@ -33,16 +34,20 @@ class AdviceView:
 
     def on_apply(self, handle: Callable[[int], None]) -> None:
         """Call `handle` with the number of the advice whose Apply was pressed; 0 is the one in the answer."""
-        for index, line in enumerate(self.lines, start=1):
-            line.on_press(partial(_pressed, handle, index))
+        for index, line in enumerate(self.lines):
+            line.on_press(partial(self._pressed, handle, index))
 
-    def show(self, advice: Sequence[Advice], study: LoadStudy | None = None) -> None:
-        """Show `advice`; with a `study` its numbers are of the traffic."""
+    def show(self, advice: Sequence[Advice], study: LoadStudy | None = None, first: int = 1) -> None:
+        """Show `advice` from number `first` on; with a `study` its numbers are of the traffic."""
+        self._first = first
         title = FROM_PLAN if study is None else f"What each change would buy on this traffic, {study.speed.basis}"
         self.title.say(title if advice else "")
-        for index, line in enumerate(self.lines, start=1):
+        for index, line in enumerate(self.lines, start=first):
             self._show_line(line, advice[index] if index < len(advice) else None)
         self.table.show(advice_table(advice))
+
+    def _pressed(self, handle: Callable[[int], None], line: int, _button: str) -> None:
+        handle(self._first + line)
 
     def _show_line(self, line: TextLine, advice: Advice | None) -> None:
         if advice is None:
@@ -59,10 +64,6 @@ class AdviceView:
         self.came.say(found.sentence if found else "")
         rows = found.rows if found else ()
         self.came_table.show(make_table(("quantity", "estimated", "got"), rows, "Estimated against got"))
-
-
-def _pressed(handle: Callable[[int], None], index: int, _button: str) -> None:
-    handle(index)
 
 
 def advice_table(advice: Sequence[Advice]) -> Table:

@@ -9,7 +9,7 @@ from typing import Any
 import ipywidgets as ipw
 
 from labkit import format as fmt
-from labkit.advice.advise import Advice, advise, headline
+from labkit.advice.advise import Advice, advise, headline, leads_with
 from labkit.advice.command import vllm_command
 from labkit.advice.follow_up import Applied, follow_up
 from labkit.advice.limit import binding_limit
@@ -161,11 +161,12 @@ class Panel(ipw.VBox):
         limit = study.limit if study else binding_limit(plan, record)
         best = self._advice[0] if self._advice else None
         level = {"fits": "ok", "may not fit": "warn"}.get(plan.verdict, "bad")
-        self.answer.say(headline(plan, limit, best), level, heading=self._subject(), buttons=["Apply"] if best else [])
+        leads = leads_with(limit, best)
+        self.answer.say(headline(plan, limit, best), level, heading=self._subject(), buttons=["Apply"] if leads else [])
         if plan.verdict == "does not fit" and plan.max_model_len_that_fits > 0:
             self.knobs["max_model_len"].say(f"largest that fits: {fmt.count(plan.max_model_len_that_fits)} tokens")
         self._show_task()
-        self.advice_view.show(self._advice, study)
+        self.advice_view.show(self._advice, study, first=int(leads))
         self.advice_view.show_follow_up(follow_up(self._applied, self._records) if self._applied else None)
         self._show_stale(plan)
 

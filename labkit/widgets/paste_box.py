@@ -33,7 +33,7 @@ class PasteBox:
         self._found: Pasted | None = None
         self.text = ipw.Textarea(
             placeholder="vllm serve …, docker run … vllm/vllm-openai …, block_size=32, a server's log, an error line",
-            description="command, settings or log", layout=ipw.Layout(width="100%", height="8em"),
+            description="command, settings or log", rows=5, layout=ipw.Layout(width="100%"),
             style={"description_width": "initial"},
         )  # fmt: skip
         self.button = ipw.Button(description="Read it", button_style="primary")

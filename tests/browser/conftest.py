@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,12 +36,25 @@ def pytest_collection_modifyitems(items) -> None:
 @pytest.fixture(scope="session")
 def chromium() -> Iterator:
     """A running Chromium; skipped with a reason where none is installed."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
+    if chromium_path() is None:
         pytest.skip("Chromium is not installed: apt-get install chromium")
-    api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(CHROMIUM_ARGUMENTS))
+    pytest.importorskip("playwright.sync_api")
+    with running_chromium() as browser:
+        yield browser
+
+
+def chromium_path() -> str | None:
+    """Where Chromium is installed."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@contextmanager
+def running_chromium() -> Iterator:
+    """The installed Chromium, without a window."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium_path(), args=list(CHROMIUM_ARGUMENTS))
         yield browser
         browser.close()
 
@@ -112,8 +126,13 @@ def _settle_lab(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory) -> Iterator[Lab]:
-    """JupyterLab on a free port of 127.0.0.1, with a token, ended by its process id."""
-    folder = tmp_path_factory.mktemp("lab")
+    with running_lab(tmp_path_factory.mktemp("lab")) as running:
+        yield running
+
+
+@contextmanager
+def running_lab(folder: Path) -> Iterator[Lab]:
+    """JupyterLab on a free port of 127.0.0.1, with a token and its own `folder`, ended by its process id."""
     settings, notebooks = _settle_lab(folder), folder / "notebooks"
     notebooks.mkdir()
     port, token = free_port(), LAB_TOKEN

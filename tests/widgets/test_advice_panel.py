@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 import labkit
+from labkit.advice import binding_limit
 from labkit.experiments.virtual_run import VirtualOptions, simulate
 from labkit.memory import plan as make_plan
 from labkit.specs import synthetic_workload
@@ -111,3 +114,20 @@ def test_a_task_shows_its_goal_and_brings_its_traffic(panel):
     assert "its goal (simulated)" in panel.task_line.text
     panel.knob_set.presets.value = ""
     assert panel.task_line.text == ""
+
+
+def test_where_no_setting_moves_the_limit_the_answer_has_no_apply_and_every_change_stands_below(monkeypatch):
+    memory_binds = Panel(FakeSession())
+    assert memory_binds.answer.buttons == ["Apply"]
+    first = memory_binds._advice[0]
+    assert first.title not in memory_binds.advice_view.lines[0].text
+    limit = binding_limit(memory_binds.plan)
+    monkeypatch.setattr("labkit.widgets.panel.binding_limit", lambda *_: dataclasses.replace(limit, name="traffic"))
+    panel = Panel(FakeSession())
+    assert "offer more traffic" in panel.answer.text
+    assert panel.answer.buttons == []
+    assert panel.advice_view.lines[0].text.startswith(first.title)
+    panel.advice_view.lines[0].pressed = {"what": "Apply", "count": 1}
+    assert all(getattr(panel.config, name) == value for name, value in first.changes.items())
+    for one in (memory_binds, panel):
+        one.settle(SETTLE_S)
