@@ -449,6 +449,14 @@ def bench_planner_command(path: Results = Path("results/planner.json")) -> None:
     show_summary(bench_planner(path), path)
 
 
+@bench_app.command("labkit-plan")
+def bench_labkit_plan_command(path: Results = Path("results/labkit-plan.json")) -> None:
+    """Planned pools of labkit's own engine against those that it took on a card."""
+    from labkit.memory.labkit_plan_bench import bench_labkit_plan
+
+    show_summary(bench_labkit_plan(path), path)
+
+
 @bench_app.command("simulation")
 def bench_simulation_command(
     path: Results = Path("results/simulation.json"),

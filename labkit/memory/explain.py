@@ -107,6 +107,7 @@ def rank_details(rank: RankPlan) -> dict[str, Any]:
     names = (
         "total_bytes", "budget_bytes", "outside_bytes", "weights_bytes", "activation_bytes", "non_torch_bytes",
         "cuda_graphs_bytes", "graphs_inside", "graphs_reserved_bytes", "available_kv_bytes", "num_blocks",
+        "tables_bytes",
     )  # fmt: skip
     return {
         "first_layer": rank.stage.first,
