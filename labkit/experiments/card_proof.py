@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from labkit.engine.step_constants import StepConstants, load_constants
+from labkit.engine.step_constants import TPOT, StepConstants, load_constants
 from labkit.experiments.calibrate import calibrate
 from labkit.experiments.card_constants import constants_of
 from labkit.experiments.card_sweep import SweepRun, run_metrics, unpacked_steps
-from labkit.experiments.intervals import conformal, is_inside, left_out_inside, percent, run_ratios, width_percent
+from labkit.experiments.intervals import conformal, left_out_inside, percent, run_ratios, width_percent
 from labkit.experiments.measured_memory import MeasuredMemory, memory_of
 from labkit.experiments.microbench import Microbenchmark
 from labkit.experiments.run import RunOutcome
@@ -180,15 +180,15 @@ def prove(path: Path, unseen_path: Path | None = None) -> Proof:
     if not path.is_file():
         return Proof([], _summary({}, {}), {})
     sweep = read_sweep(path)
-    alone = foretold(sweep.runs, sweep.constants, None)
+    alone = foretold([*sweep.runs, *sweep.held_back], sweep.constants, None)
     parts = {
         _ONE_RUN: foretold([run for run in sweep.runs if run is not sweep.first], *_calibrated(sweep.first, sweep)),
         _HELD_BACK: foretold(sweep.held_back, *_calibrated(sweep.first, sweep)),
         **_unseen(unseen_path),
     }
-    levels = {"microbenchmark": [alone], "calibrated": [parts[_ONE_RUN], *_after_more_runs(sweep)]}
     flags, searched = changed_flags(sweep), search_on_grid(sweep, 5)
     covered, inside = coverage(parts)
+    every = [row for group in parts.values() for row in group]
     found = {
         "worst flag": max(max(flag["throughput_median"], flag["tpot_median"]) for flag in flags.values()),
         "order": right_order([*parts[_ONE_RUN]]), "inside": inside, "points": float(len(sweep.grid)), **searched,
@@ -198,8 +198,13 @@ def prove(path: Path, unseen_path: Path | None = None) -> Proof:
     ]
     rows += [{"check": f"own engine, {part}", **row} for part, group in parts.items() for row in group]
     rows += [{"check": "own engine, one flag changed", "flag": flag, **values} for flag, values in flags.items()]
-    rows += [*covered, {"check": "search on the card's grid", "launches_allowed": 5, **searched}]
-    return Proof(rows, _summary({part: medians(group) for part, group in parts.items()}, found), _intervals(levels))
+    rows += [
+        *covered,
+        *_after_more_runs(sweep),
+        {"check": "search on the card's grid", "launches_allowed": 5, **searched},
+    ]
+    intervals = {"microbenchmark": [_interval_of(alone)], "calibrated": [_interval_of(every)]}
+    return Proof(rows, _summary({part: medians(group) for part, group in parts.items()}, found), intervals)
 
 
 _ONE_RUN, _HELD_BACK = "microbenchmark and one run", "runs held back"
@@ -251,43 +256,49 @@ def _calibrated(first: MeasuredRun, sweep: Sweep) -> tuple[StepConstants, Measur
     return calibrate(sweep.constants, [first.record]), first.memory
 
 
-def _after_more_runs(sweep: Sweep) -> list[list[dict[str, Any]]]:
-    """Rows foretold by two calibrating runs, and by three."""
+def _after_more_runs(sweep: Sweep) -> list[dict[str, Any]]:
+    """What two calibrating runs change, and three: errors and interval of the grid's other runs."""
     few, found = sweep.few, []
-    for count in range(2, len(few) + 1):
+    for count in range(1, len(few) + 1):
         constants = calibrate(sweep.constants, [run.record for run in few[:count]])
-        found.append(foretold([run for run in sweep.runs if run not in few[:count]], constants, sweep.first.memory))
+        rows = foretold([run for run in sweep.grid if run not in few], constants, sweep.first.memory)
+        found.append({
+            "check": "own engine, grid after more calibrating runs", "calibrating_runs": count, "runs": len(rows),
+            "median_error_percent": medians(rows),
+            "half_width_percent": width_percent(conformal([ratio for _, ratio in run_ratios(rows, TPOT)])),
+        })  # fmt: skip
     return found
 
 
-def _intervals(levels: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> dict[str, list[dict[str, list[float]]]]:
+def _interval_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Metric → low and high, as `step_constants.json` keeps them."""
     return {
-        level: [
-            {
-                metric: [round(edge, 3) for edge in conformal([ratio for _, ratio in run_ratios(rows, metric)])]
-                for metric in INTERVAL_METRICS
-            }
-            for rows in groups
-        ]
-        for level, groups in levels.items()
+        metric: [round(edge, 3) for edge in conformal([ratio for _, ratio in run_ratios(rows, metric)])]
+        for metric in INTERVAL_METRICS
     }
 
 
 def coverage(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[list[dict[str, Any]], float]:
     """Rows of how many measured values lie in the interval of their prediction, and that share of the time per token in
-    percent: runs of the grid in the interval that runs of other token budgets give, other runs in that of the grid."""
+    percent. Each is judged by the interval that the other kinds of runs give: a kind is a token budget of the grid, and
+    each run beside it."""
     rows, share = [], 0.0
     for metric in reversed(INTERVAL_METRICS):
-        grid = run_ratios(parts[_ONE_RUN], metric)
-        interval = conformal([ratio for _, ratio in grid])
-        inside = {_ONE_RUN: left_out_inside(grid)}
-        for part in (_HELD_BACK, _UNSEEN, _SECOND_MODEL):
-            inside[part] = [is_inside(ratio, interval) for _, ratio in run_ratios(parts[part], metric)]
-        share = percent([one for group in inside.values() for one in group])
+        ratios, names = [], []
+        for part, group in parts.items():
+            for number, (budget, ratio) in enumerate(run_ratios(group, metric)):
+                ratios.append((budget if part == _ONE_RUN else (part, number), ratio))
+                names.append(part)
+        inside = left_out_inside(ratios)
+        share = percent(inside)
+        by_part = {
+            part: percent([one for one, name in zip(inside, names, strict=True) if name == part])
+            for part, group in parts.items() if group
+        }  # fmt: skip
         rows.append({
             "check": "own engine, interval after one run", "metric": metric, "percent_inside": share,
-            "half_width_percent": width_percent(interval),
-            "percent_inside_by_part": {part: percent(group) for part, group in inside.items() if group},
+            "half_width_percent": width_percent(conformal([ratio for _, ratio in ratios])),
+            "percent_inside_by_part": by_part,
         })  # fmt: skip
     return rows, share
 
