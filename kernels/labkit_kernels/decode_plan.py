@@ -16,6 +16,7 @@ from labkit_kernels.checks import KernelValueError, check_heads
 from labkit_kernels.decode_split import ITEM_COST, MIN_CHUNK_TOKENS, NUM_BUCKETS, OVERLAP, REDUCE_COST, SPLIT_COST
 from labkit_kernels.heuristics import DecodeConfig, decode_config, num_slots
 from labkit_kernels.ops import cache_kind, capability
+from labkit_kernels.sizes import next_power_of_2
 
 ITEM_FIELDS = 7
 DETERMINISTIC_CHUNK_TOKENS = 1024
@@ -233,13 +234,13 @@ class DecodeWorkspace:
             raise KernelValueError(f"seq_lens has {batch} sequences; the workspace has room for {self.max_batch}")
         if batch == 0:
             return
-        candidates = min(256, max(32, triton.next_power_of_2(int(self.slots_per_head))))
+        candidates = min(256, max(32, next_power_of_2(int(self.slots_per_head))))
         _plan_kernel[(1,)](
             seq_lens, seq_lens if query_start_loc is None else query_start_loc, self.meta, self.items, batch,
             self.window or 0, self.max_items + batch - self.max_batch, self.max_items,
             max(1, MIN_CHUNK_TOKENS // self.config.tile), self.fixed_chunk, self.slots_per_head,
             OVERLAP, ITEM_COST, REDUCE_COST, SPLIT_COST, TILE=self.config.tile, QUERY_LEN=self.query_len,
             RAGGED=query_start_loc is not None, WINDOW=self.window is not None, FIXED=self.fixed,
-            CANDIDATES=candidates, BLOCK=max(16, triton.next_power_of_2(batch)),
+            CANDIDATES=candidates, BLOCK=max(16, next_power_of_2(batch)),
             SCAN_BLOCK=max(16, 4096 // candidates), BUCKETS=NUM_BUCKETS, num_warps=8,
         )  # fmt: skip

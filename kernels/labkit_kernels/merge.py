@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from labkit_kernels.scores import Scores, finish_rows
+from labkit_kernels.sizes import cdiv, next_power_of_2
 
 MERGE_STEP = 8
 
@@ -120,11 +121,11 @@ def merge_splits(
     kv_heads = v_scale.numel() if tensor and v_scale.numel() > 1 else heads
     rows = 2
     num_seqs = 0 if bounds is None else bounds.shape[0] - 1
-    _merge_kernel[(triton.cdiv(tokens * heads, rows),)](
+    _merge_kernel[(cdiv(tokens * heads, rows),)](
         partials.out, partials.lse, out, out if lse is None else lse, out if scores.sinks is None else scores.sinks,
         out if bounds is None else bounds, v_scale if tensor else out, number, int(tensor and v_scale.numel() > 1),
         tokens * heads, num_seqs, out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0), SPLITS=splits,
         BOUNDS=bounds is not None, SINKS=scores.sinks is not None, SCALE_TENSOR=tensor, LSE=lse is not None,
-        HEADS=heads, GROUP=heads // kv_heads, D=head_dim, DP=triton.next_power_of_2(head_dim), ROWS=rows,
-        STEP=min(MERGE_STEP, triton.next_power_of_2(splits)), num_warps=2,
+        HEADS=heads, GROUP=heads // kv_heads, D=head_dim, DP=next_power_of_2(head_dim), ROWS=rows,
+        STEP=min(MERGE_STEP, next_power_of_2(splits)), num_warps=2,
     )  # fmt: skip

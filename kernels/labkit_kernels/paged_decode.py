@@ -25,6 +25,7 @@ from labkit_kernels.ops import (
     to_compute,
 )
 from labkit_kernels.scores import Scores, by_row, by_token, finish_rows, score_arguments, sequence_rows
+from labkit_kernels.sizes import next_power_of_2
 from labkit_kernels.words import as_words, unpack, word_factor, word_kind
 
 
@@ -412,8 +413,8 @@ def _launch(q, k_cache, v_cache, block_tables, seq_lens, scores, workspace, quer
         arguments = arguments.with_scale_factor(factor)
     else:
         k, v = readable(k_cache, kind), readable(v_cache, kind)
-    padded = triton.next_power_of_2(q.shape[2])
-    rows = triton.next_power_of_2(workspace.heads_per_program * workspace.query_len)
+    padded = next_power_of_2(q.shape[2])
+    rows = next_power_of_2(workspace.heads_per_program * workspace.query_len)
     shared_tensors = (out, out) if shared is None else (shared.out, shared.lse)
     overlaps = shared is not None and overlaps_launches(q.device)
     items = workspace.max_items if workspace.fixed else workspace.max_items + seq_lens.shape[0] - workspace.max_batch

@@ -24,6 +24,7 @@ from labkit_kernels.ops import (
     to_compute,
 )
 from labkit_kernels.scores import Scores, finish_rows, score_arguments
+from labkit_kernels.sizes import next_power_of_2
 
 MIN_TILES_OF_SPLIT = 4
 MAX_SPLITS = 32
@@ -299,7 +300,7 @@ def launch_prefill(
         q if partials is None else partials.lse, *arguments.tensors, *arguments.numbers, seq_lens.shape[0],
         block_tables.stride(0), q.shape[0], q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
         out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0), **arguments.switches, LSE=lse is not None,
-        GROUP=group, D=q.shape[2], DP=triton.next_power_of_2(q.shape[2]), ROWS=config.rows, TILE=config.tile,
+        GROUP=group, D=q.shape[2], DP=next_power_of_2(q.shape[2]), ROWS=config.rows, TILE=config.tile,
         BLOCK_SIZE=k_cache.shape[1], STAGES=config.stages, TAIL_TILE=min(config.tile, config.tail_tile),
         TAIL_STAGES=config.tail_stages, PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         SAME_STRIDES=k_cache.stride() == v_cache.stride(), CAUSAL=causal, SPLITS=splits, TRIGGER=trigger,
