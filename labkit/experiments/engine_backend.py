@@ -17,8 +17,9 @@ from labkit.experiments.rank_group import RankGroup
 from labkit.experiments.run import PromptOf, RunOptions, RunOutcome, WorkloadRun
 from labkit.experiments.serialise import from_plain, rows_to_plain, to_plain
 from labkit.measure.allocator import torch_snapshot
-from labkit.measure.card_users import current_card_uuid, other_programs
-from labkit.measure.run_watch import RunWatch
+from labkit.measure.card_users import current_card_uuid, other_card_uuids, other_programs
+from labkit.measure.nvml_sampler import NvmlSampler
+from labkit.measure.run_watch import NVML_INTERVAL_S, RunWatch
 from labkit.measure.step_counters import CountedSteps, count_decode_steps
 from labkit.memory.records import MemoryPlan
 from labkit.specs.model_spec import ModelSpec
@@ -112,7 +113,7 @@ class EngineBackend:
         def prompt_of(index: int) -> list[int]:
             return prompt_token_ids(workload, index, vocab_size=plan.model.vocab_size)
 
-        with RunWatch(plan.gpu.uuid, plan.block_bytes) as watch:
+        with RunWatch(plan.gpu.uuid, plan.block_bytes, others=self._other_cards()) as watch:
             outcome = WorkloadRun(
                 self._engine, workload, prompt_of, options, emit, is_cancelled, watch=watch.look
             ).serve()  # fmt: skip
@@ -127,8 +128,7 @@ class EngineBackend:
             "fullest_step": to_plain(outcome.fullest_step),
             "block_map": to_plain(outcome.block_map),
             "memory_parts": parts,
-            # The watch sees one card.
-            "energy_j": None if watch.nvml is None or self._group is not None else watch.nvml.energy_j,
+            "energy_j": watch.energy_j,
             "counters": to_plain(counted.attention),
             "step_counters": to_plain(counted.step),
             "counter_notes": to_plain(counted.notes),
@@ -136,6 +136,12 @@ class EngineBackend:
             "nvml": to_plain(watch.nvml),
             "versions": versions(self._num_threads),
         }
+
+    def _other_cards(self) -> list[NvmlSampler]:
+        """Of the other ranks, one card each."""
+        if self._group is None or self._group.device == "cpu":
+            return []
+        return [NvmlSampler(uuid, NVML_INTERVAL_S) for uuid in other_card_uuids(self._group.size - 1)]
 
     def _counted(
         self, outcome: RunOutcome, options: RunOptions, prompt_of: PromptOf, emit: Emit, is_cancelled: IsCancelled

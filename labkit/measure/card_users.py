@@ -18,6 +18,13 @@ def current_card_uuid() -> str:
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
+def other_card_uuids(count: int) -> list[str]:
+    """NVML's identity of the `count` cards that CUDA shows after the first."""
+    import torch
+
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(1, count + 1)]
+
+
 def other_programs(uuid: str | None, pynvml: Any = None) -> str:
     """Such as "process 4711 holds 120 GiB", largest first; "" where there are none or NVML does not say.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import psutil
 
 from labkit.measure.allocator import AllocatorTimeline
@@ -18,17 +20,21 @@ class RunWatch:
     Args:
         uuid: NVML's identity of the card; None for a run on the CPU.
         block_bytes: of one KV block.
+        others: samplers of the other cards that share the model, for their energy.
         sampler, allocator: for tests.
 
     Attributes:
-        nvml: after the block: power, clocks and energy; None on a CPU.
+        nvml: after the block: power, clocks and energy of the first card; None on a CPU.
+        energy_j: of all cards together; None on a CPU, and where one of them does not say.
     """
 
     def __init__(
-        self, uuid: str | None, block_bytes: int, *, sampler: NvmlSampler | None = None,
-        allocator: AllocatorTimeline | None = None,
+        self, uuid: str | None, block_bytes: int, *, others: Sequence[NvmlSampler] = (),
+        sampler: NvmlSampler | None = None, allocator: AllocatorTimeline | None = None,
     ) -> None:  # fmt: skip
         self.nvml: NvmlSummary | None = None
+        self.energy_j: float | None = None
+        self._others = tuple(others)
         self._is_on_card = uuid is not None
         self._block_bytes = block_bytes
         self._sampler = sampler or NvmlSampler(uuid, NVML_INTERVAL_S)
@@ -43,12 +49,15 @@ class RunWatch:
         return tuple(self._samples)
 
     def __enter__(self) -> RunWatch:
-        self._sampler.start()
+        for sampler in (self._sampler, *self._others):
+            sampler.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        summary = self._sampler.stop()
+        summary, *others = [sampler.stop() for sampler in (self._sampler, *self._others)]
         self.nvml = summary if self._is_on_card else None
+        shares = [found.energy_j for found in (summary, *others) if found.energy_j is not None]
+        self.energy_j = sum(shares) if self._is_on_card and len(shares) == 1 + len(others) else None
 
     def look(self, time_s: float, num_blocks_used: int) -> MemorySample:
         """Memory now, `time_s` into the run."""

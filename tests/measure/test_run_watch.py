@@ -47,6 +47,36 @@ def test_on_a_card_torch_and_nvml_speak():
     assert watch.nvml.energy_j == 40.0
 
 
+class PlayedCard(PlayedSampler):
+    """A second card that took so many joules, or does not say."""
+
+    def __init__(self, energy_j):
+        super().__init__(None)
+        self.energy_j = energy_j
+
+    def stop(self):
+        super().stop()
+        last = None if self.energy_j is None else 7 + self.energy_j
+        return summarize_samples((NvmlSample(0.0, energy_j=7.0), NvmlSample(2.0, energy_j=last)))
+
+
+@pytest.mark.parametrize(("second", "expected"), [(25.0, 65.0), (0.0, 40.0), (None, None)])
+def test_cards_that_share_a_model_are_counted_together(second, expected):
+    """40 J of the first card; a card that does not say leaves no number."""
+    first, others = PlayedSampler(None), [PlayedCard(second)]
+    with RunWatch("GPU-1", 1, others=others, sampler=first, allocator=AllocatorTimeline(dict)) as watch:
+        pass
+    assert watch.energy_j == expected
+    assert watch.nvml.energy_j == 40.0
+    assert others[0].calls == ["start", "stop"]
+
+
+def test_a_cpu_has_no_energy():
+    with RunWatch(None, 1) as watch:
+        pass
+    assert watch.energy_j is None
+
+
 def test_a_silent_card_is_no_zero():
     with RunWatch("GPU-1", 10, sampler=PlayedSampler(None), allocator=AllocatorTimeline(dict)) as watch:
         sample = watch.look(0.0, 0)
