@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from textwrap import fill, indent
 from typing import Any, Literal
 
 from labkit.experiments.virtual_run import VirtualOptions, simulate
@@ -16,6 +17,7 @@ from labkit.specs import load_gpu, load_model, synthetic_workload
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.workload import Workload
 
+_WIDTH = 100
 Word = Literal["holds", "wrong", "depends", "not tested"]
 Method = Literal[
     "plan", "simulation", "counters, simulated", "rules of vLLM", "timing on this CPU", "measured on a card"
@@ -42,12 +44,14 @@ class Verdict:
     how_to_rerun: str
 
     def text(self) -> str:
-        """A few lines for a terminal."""
+        """A few lines for a terminal or a notebook, none wider than both show."""
         lines = [f"{self.claim} {self.verdict.upper()} ({self.method}): {self.statement}"]
         lines += [
-            f"    {name}: {value if isinstance(value, str) else f'{value:g}'}" for name, value in self.numbers.items()
+            f"{name}: {value if isinstance(value, str) else f'{value:g}'}" for name, value in self.numbers.items()
         ]
-        return "\n".join([*lines, f"    {self.conditions}", f"    again: {self.how_to_rerun}"])
+        lines += [self.conditions, f"again: {self.how_to_rerun}"]
+        first, *others = (fill(line, _WIDTH - 4, break_on_hyphens=False) for line in lines)
+        return "\n".join([first, *(indent(text, "    ") for text in others)])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
