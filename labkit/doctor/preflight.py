@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from labkit.doctor.cuda_rules import BF16_CAPABILITY, FP8_CAPABILITY, numbers
 from labkit.doctor.machine import AnyMachine
 from labkit.doctor.nvml_facts import CardFacts
 from labkit.errors import LabkitError
+from labkit.memory.explain import DOUBT
 from labkit.memory.questions import Question, smallest_utilization
 from labkit.memory.records import MemoryPlan
 from labkit.specs.engine_config import EngineConfig
@@ -106,13 +108,14 @@ def check_fit(found: MemoryPlan, question: Question) -> Check:
         longest = found.max_model_len_that_fits
         shorter = f"--max-model-len {longest}, or " if longest else ""
         return Check("fit", "problem", evidence, f"short of {shown.memory(-found.margin_bytes)}", shorter + works)
-    uncertainty = sum(found.breakdown.uncertainty_bytes.values())
-    if found.margin_bytes < uncertainty:
-        return Check(
-            "fit", "warning", f"{evidence}; margin {shown.memory(found.margin_bytes)}",
-            f"the margin is less than the plan's uncertainty of {shown.memory(uncertainty)}",
-            "lower --max-model-len or --max-num-seqs a little",
-        )  # fmt: skip
+    if found.verdict == "does not fit":
+        sizes = found.breakdown
+        share = math.floor(100 * (sizes.total_bytes - sizes.outside_bytes) / sizes.total_bytes) / 100
+        works = f"end what else holds the card's memory, or --gpu-memory-utilization {max(0.0, share):g}"
+        return Check("fit", "problem", evidence, "the budget is not free on the card", works)
+    if found.verdict == "may not fit":
+        doubts = "; ".join(note.removeprefix(DOUBT) for note in found.notes if note.startswith(DOUBT))
+        return Check("fit", "warning", evidence, doubts, "lower --max-model-len or --max-num-seqs a little")
     return Check("fit", "ok", evidence)
 
 

@@ -8,7 +8,7 @@ from labkit.format import count, memory
 from labkit.memory.budget import MAX_CAPTURE_SIZE
 from labkit.memory.capacity import Capacity, judge
 from labkit.memory.card_parts import CardParts, card_constants, card_parts
-from labkit.memory.explain import binding_limit, card_notes, layout_texts, rank_details
+from labkit.memory.explain import DOUBT, binding_limit, card_notes, layout_texts, margin_doubt, rank_details
 from labkit.memory.labkit_rules import blocks_in_pool, check_shares, pool_bytes, pool_tensors
 from labkit.memory.records import MemoryBreakdown, MemoryPlan, Verdict
 from labkit.memory.resolve import resolve_config
@@ -50,7 +50,7 @@ def plan_card(
         max_model_len_that_fits=capacity.largest_length, verdict=_verdict(rank, capacity),
         margin_bytes=capacity.margin_bytes, binding_limit=binding_limit(resolved, [rank], 0, capacity),
         formulas=_formulas(model, resolved, parts, rank, capacity),
-        notes=_notes(model, gpu, resolved, parts, calibration),
+        notes=(*_doubts(resolved, rank, capacity), *_notes(model, gpu, resolved, parts, calibration)),
         details={
             "ranks": (rank_details(rank),), "binding_rank": 0, "needed_bytes": capacity.needed_bytes,
             "available_bytes": capacity.available_bytes, "tables": dict(parts.tables),
@@ -141,6 +141,12 @@ def _verdict(rank: RankPlan, capacity: Capacity) -> Verdict:
     if rank.total_bytes - rank.outside_bytes < rank.budget_bytes:
         return "does not fit"
     return judge(capacity.margin_bytes, rank.uncertainty_bytes["kv_cache"])
+
+
+def _doubts(config: EngineConfig, rank: RankPlan, capacity: Capacity) -> tuple[str, ...]:
+    """The reason of a verdict that is not sure."""
+    is_sure = _verdict(rank, capacity) != "may not fit"
+    return () if is_sure else (f"{DOUBT}{margin_doubt(capacity, config, rank.uncertainty_bytes['kv_cache'])}",)
 
 
 def _breakdown(rank: RankPlan, num_blocks: int) -> MemoryBreakdown:

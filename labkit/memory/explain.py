@@ -16,6 +16,8 @@ from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_spec import ModelSpec
 
+# Notes on a verdict that is not sure begin so.
+DOUBT = "may not fit: "
 NO_SWAP_SINCE = (0, 18, 0)
 # Weights that no engine makes while loading.
 MADE_BEFOREHAND = (

@@ -10,6 +10,7 @@ from labkit.memory.capacity import Capacity, binding_rank, capacity_of, judge
 from labkit.memory.card_plan import plan_card
 from labkit.memory.dtypes import compute_dtype
 from labkit.memory.explain import (
+    DOUBT,
     binding_limit,
     formulas_labkit,
     formulas_vllm,
@@ -153,7 +154,7 @@ def _verdict(
         doubts.append(f"each of {count(config.max_num_seqs)} requests needs a state, and there are fewer blocks")
     if rules.is_older_than_known:
         doubts.append(f"the rules of vLLM {rules.text} are not known, those of the nearest version were used")
-    return "may not fit" if doubts else verdict, tuple(f"may not fit: {doubt}" for doubt in doubts)
+    return "may not fit" if doubts else verdict, tuple(f"{DOUBT}{doubt}" for doubt in doubts)
 
 
 def _breakdown(rank: RankPlan, num_blocks: int, config: EngineConfig) -> MemoryBreakdown:

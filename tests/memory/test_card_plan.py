@@ -78,7 +78,7 @@ def graphs_driver(facts, largest):
 
 
 def test_most_measured_parts_are_exact():
-    """Of 36 rows; the others are off by rests."""
+    """Of 37 rows; the others are off by rests."""
     peaks = segments = 0
     for row in ROWS:
         spec, config = case(row)
@@ -86,7 +86,7 @@ def test_most_measured_parts_are_exact():
         peaks += activation_bytes(facts) == row["activation_bytes"]
         charged = graphs_bytes(facts, row["captures_largest"])[1] - graphs_driver(facts, row["captures_largest"])
         segments += abs(charged - row["first_graphs_bytes"]) <= 2 * MIB
-    assert peaks >= 29
+    assert peaks >= 33
     assert segments >= len(ROWS) - 1
 
 
