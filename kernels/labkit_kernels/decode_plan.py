@@ -72,6 +72,7 @@ def _best_chunk(
     full = tl.zeros([CANDIDATES], tl.int32)
     rest_items = tl.zeros([CANDIDATES], tl.int32)
     rest_tiles = tl.zeros([CANDIDATES], tl.int32)
+    empty = batch * 0
     for start in range(0, batch, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         tiles, _, _ = _sequence_tiles(
@@ -82,11 +83,13 @@ def _best_chunk(
         full += tl.sum(whole, 0)
         rest_items += tl.sum(tl.where(rest > 0, 1, 0), 0)
         rest_tiles += tl.sum(rest, 0)
+        # Padding of a graph takes an item too.
+        empty += tl.sum(tl.where((offsets < batch) & (tiles == 0), 1, 0), 0)
     finish = _finish_time(
         full.to(tl.float32), rest_items.to(tl.float32), rest_tiles.to(tl.float32), chunk.to(tl.float32),
         slots_per_head, overlap, item_cost, reduce_cost, split_cost, ((longest + chunk - 1) // chunk).to(tl.float32),
     )  # fmt: skip
-    finish = tl.where((full + rest_items <= max_items) | (k == 0), finish, float("inf"))
+    finish = tl.where((full + rest_items + empty <= max_items) | (k == 0), finish, float("inf"))
     best = tl.argmin(finish, 0)
     return tl.sum(tl.where(k == best, chunk, 0), 0)
 

@@ -58,8 +58,10 @@ def _best_chunk(tiles: np.ndarray, slots_per_head: float, min_chunk: int) -> int
     whole = tiles[:, None] // chunk[None, :]
     rest = tiles[:, None] - whole * chunk[None, :]
     full, rest_items, rest_tiles = whole.sum(0), (rest > 0).sum(0), rest.sum(0)
+    # Padding of a graph takes an item too.
+    empty = int((tiles == 0).sum())
     finish = _finish_time(full, rest_items, rest_tiles, chunk, slots_per_head, -(-longest // chunk))
-    finish = np.where((full + rest_items <= max_items) | (k == 0), finish, np.inf)
+    finish = np.where((full + rest_items + empty <= max_items) | (k == 0), finish, np.inf)
     return int(chunk[int(np.argmin(finish))])
 
 

@@ -19,10 +19,12 @@ def case(lens, tile=64, slots=33.0, window=None, chunk_tokens=None):
 
 
 RAGGED = np.random.default_rng(3).integers(1, 9000, 40).tolist()
+# Few of the places of a captured step are taken; without the padding's items their split would not fit.
+PADDED = [*np.random.default_rng(4).integers(100, 850, 20).tolist(), *[0] * 76]
 CASES = [
     case([4096] * 64), case([1]), case([32768]), case([16384] * 8), case([1024] * 16, slots=8.25), case(RAGGED),
     case([300, 5, 64, 65], tile=16), case(RAGGED, window=1000), case(RAGGED[:9], chunk_tokens=1024),
-    case([4096, 100], tile=128, slots=66.0, chunk_tokens=8192),
+    case([4096, 100], tile=128, slots=66.0, chunk_tokens=8192), case(PADDED), case(PADDED, window=300),
 ]  # fmt: skip
 
 
@@ -57,3 +59,16 @@ def test_items_cover_every_token_once():
         pieces = sorted(zip(items.start[mine].tolist(), items.end[mine].tolist(), strict=True))
         assert [start for start, _ in pieces] == [0, *[end for _, end in pieces[:-1]]]
         assert pieces[-1][1] == length
+
+
+def test_a_step_never_has_more_items_than_there_is_room_for():
+    """As `DecodeWorkspace` allocates them: more would be written over other items, and then past their end."""
+    rng = np.random.default_rng(5)
+    for _ in range(400):
+        batch, slots = int(rng.integers(1, 257)), float(rng.choice([8.25, 33.0, 49.5]))
+        lens = np.zeros(batch, np.int64)
+        taken = int(rng.integers(0, batch + 1))
+        lens[:taken] = rng.integers(1, rng.choice([300, 3000]), taken)
+        items = decode_split.split_decode(lens, np.zeros_like(lens), 64, slots)
+        assert len(items.sequence) <= batch - 1 + int(slots)
+        assert set(items.sequence.tolist()) == set(range(batch))
