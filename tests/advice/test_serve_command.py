@@ -123,3 +123,15 @@ def test_equal_commands_and_commands_without_a_model():
     )  # fmt: skip
     with pytest.raises(UnknownNameError, match="names no model"):
         plan_command(read_command("vllm serve --enforce-eager"), A10)
+
+
+def test_the_size_of_adapters_is_an_8b_model_s():
+    """Llama 3.1 8B at rank 16, Q, K and V as products of their own, gate and up too."""
+    found = read_command("vllm serve x --enable-lora --max-loras 4", "0.33.0")
+    text = next(entry for entry in found.left_out if entry.startswith("--enable-lora"))
+    hidden, keys, width = 4096, 1024, 14336
+    widths = [(hidden, hidden), (hidden, keys), (hidden, keys), (hidden, hidden), (hidden, width), (hidden, width),
+              (width, hidden)]  # fmt: skip
+    counted = 32 * 16 * 2 * sum(inputs + outputs for inputs, outputs in widths) / 2**20
+    assert counted == pytest.approx(80, abs=2)
+    assert "about 80 MiB each" in text
