@@ -113,6 +113,26 @@ def test_greedy_tokens_are_the_models_own_choice(decoders, dtype):
     assert float((below == 0).float().mean()) > 0.97
 
 
+def test_places_that_nobody_takes_leave_the_others_alone():
+    """Captured steps for 64 requests, few of which decode while the rest are prompts: the split of long KV over the card
+    must leave room for the empty places."""
+    heads = LayerSpec(kind="full", num_heads=8, num_kv_heads=8, head_dim=64)
+    decoder, rng = make_decoder(make_spec(layers=(heads,) * 2), "float32"), random.Random(3)
+    asked = [
+        EngineRequest(
+            index,
+            tuple(rng.randrange(1, 4099) for _ in range(rng.randrange(200, 900))),
+            SamplingParams(max_tokens=60, ignore_eos=True),
+        )
+        for index in range(40)
+    ]
+    knobs = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 3000}
+    outputs, _ = serve(decoder, asked, **knobs)
+    below = gaps(decoder, asked, outputs)
+    assert float(below.max()) <= NEAR_TIE["float32"]
+    assert float((below == 0).float().mean()) > 0.97
+
+
 @pytest.mark.parametrize(
     "changes",
     [
