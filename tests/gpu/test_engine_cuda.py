@@ -114,8 +114,8 @@ def test_greedy_tokens_are_the_models_own_choice(decoders, dtype):
 
 
 def test_places_that_nobody_takes_leave_the_others_alone():
-    """Captured steps for 64 requests, few of which decode while the rest are prompts: the split of long KV over the card
-    must leave room for the empty places."""
+    """Captured steps for 64 requests, few of which decode while the rest are prompts: the split of long KV over the
+    card must leave room for the empty places."""
     heads = LayerSpec(kind="full", num_heads=8, num_kv_heads=8, head_dim=64)
     decoder, rng = make_decoder(make_spec(layers=(heads,) * 2), "float32"), random.Random(3)
     asked = [
