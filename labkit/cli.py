@@ -286,11 +286,16 @@ def panel(
     limit: Limit = 100,
     out_file: Annotated[Path, typer.Option("--out", help="The notebook.")] = Path("labkit-panel.ipynb"),
     start: Annotated[bool, typer.Option(help="Open it in JupyterLab as well.")] = True,
+    run: Annotated[
+        str | None, typer.Option("--run", help="Id of a stored run: its settings, and it in the table.")
+    ] = None,
+    store: Store = None,
 ) -> None:
-    """Open the panel with settings as text; its button Copy settings gives this command."""
-    from labkit.panel_notebook import open_notebook, write_panel_notebook
+    """Open the panel with settings as text, or with a stored run; its button Copy settings gives this command."""
+    from labkit.panel_notebook import of_run, open_notebook, write_panel_notebook
 
-    path = write_panel_notebook(out_file, settings, model=model, gpu=gpu, workload=workload, limit=limit)
+    session: dict[str, Any] = {"settings": settings, "model": model, "gpu": gpu, "workload": workload, "limit": limit}
+    path = write_panel_notebook(out_file, **(session if run is None else of_run(run, store)))
     out(f"notebook: {path.resolve()}")
     if start:
         open_notebook(path)
@@ -360,7 +365,9 @@ def runs(
         [entry.run_id, entry.name, entry.created, entry.status, entry.record.model.name, entry.record.gpu.name]
         for entry in entries
     ]
-    show_table(f"{len(rows)} runs in {opened.location}", ["id", "name", "made", "status", "model", "GPU"], rows)
+    show_table(
+        f"{len(rows)} runs in {opened.location}", ["id", "name", "made", "status", "model", "GPU"], rows, whole=["id"]
+    )
 
 
 @app.command(rich_help_panel=_LISTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,34 @@ from labkit.files import write_atomic
 from labkit.specs.knob_text import config_from_text, config_to_text
 
 
-def panel_notebook(settings: str, *, model: str, gpu: str, workload: str, limit: int) -> str:
+def panel_notebook(
+    settings: str,
+    *,
+    model: str,
+    gpu: str,
+    workload: str,
+    limit: int,
+    run_ids: Sequence[str] = (),
+    store: str | None = None,
+) -> str:
     """The notebook as JSON: one cell that makes session and panel; every name stands in it as a Python string.
+
+    Args:
+        run_ids: stored runs that the session shows.
+        store: where they are kept; None for the user's own store.
 
     Raises:
         LabkitError: a knob or value in `settings` that this version does not take; says which.
     """
     knobs = config_to_text(config_from_text(settings))
+    kept = "" if store is None else f", store={store!r}"
     lines = [
         "import labkit",
         "from labkit.widgets import Panel",
         "",
         f"traffic = labkit.load_workload({workload!r}, limit={limit})",
-        f"session = labkit.Session(model={model!r}, gpu={gpu!r}, workload=traffic)",
+        f"session = labkit.Session(model={model!r}, gpu={gpu!r}, workload=traffic{kept})",
+        *([f"session.recall({list(run_ids)!r})"] if run_ids else []),
         f"Panel.from_text(session, {knobs!r})" if knobs else "session.panel()",
     ]
     cell: dict[str, Any] = {"cell_type": "code", "execution_count": None, "id": "panel", "metadata": {}, "outputs": [],
@@ -35,13 +51,13 @@ def panel_notebook(settings: str, *, model: str, gpu: str, workload: str, limit:
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
-def write_panel_notebook(path: Path, settings: str, *, model: str, gpu: str, workload: str, limit: int) -> Path:
-    """Write `panel_notebook` to `path` and return the path.
+def write_panel_notebook(path: Path, settings: str, **session: Any) -> Path:
+    """Write `panel_notebook` of the same arguments to `path` and return the path.
 
     Raises:
         FileFormatError: the path cannot be written. LabkitError: as `panel_notebook`.
     """
-    return write_atomic(path, panel_notebook(settings, model=model, gpu=gpu, workload=workload, limit=limit))
+    return write_atomic(path, panel_notebook(settings, **session))
 
 
 def open_notebook(path: Path) -> None:
@@ -53,3 +69,20 @@ def open_notebook(path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", str(path.resolve())], check=False)
     if done.returncode:
         raise UnsupportedError("JupyterLab does not start here", works=f"pip install jupyterlab, then open {path.name}")
+
+
+def of_run(run_id: str, store: str | None) -> dict[str, Any]:
+    """Settings, model, card and traffic of a stored run, as `panel_notebook` takes them.
+
+    Raises:
+        StoreError: there is no such run.
+    """
+    from labkit.experiments import RunStore
+
+    run = RunStore(store).get(run_id)
+    in_catalogue = run.model.source in ("", "catalogue")
+    return {
+        "settings": config_to_text(run.config), "model": run.model.name if in_catalogue else run.model.source,
+        "gpu": run.gpu.name, "workload": str(run.workload.get("name", "")),
+        "limit": int(run.workload.get("num_requests", 100)), "run_ids": [run.run_id], "store": store,
+    }  # fmt: skip

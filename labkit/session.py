@@ -83,6 +83,31 @@ class Session(LabSession):
             self.store.save(record)
         return record
 
+    def recall(self, run_ids: Sequence[str] | None = None, *, limit: int = 10) -> tuple[RunRecord, ...]:
+        """Bring runs of the store into this session, as if they had been made in it.
+
+        Args:
+            run_ids: which; by default the newest `limit` of this model, on this card or on the machine that runs here.
+
+        Returns:
+            What came in, oldest first; empty where there is nothing more.
+
+        Raises:
+            StoreError: there is no such run, or what is stored of it is damaged.
+        """
+        known = {record.run_id for record in self._records}
+        if run_ids is None:
+            cards = {self.gpu.name, *(() if self.runs_on_card else ("cpu",))}
+            run_ids = [
+                entry.run_id
+                for entry in self.store.list_runs()
+                if entry.record.model.name == self.model.name and entry.record.gpu.name in cards
+                and entry.status != "running" and entry.run_id not in known
+            ][:limit]  # fmt: skip
+        found = sorted((self.store.get(one) for one in run_ids if one not in known), key=lambda run: run.created)
+        self._records[:0] = found
+        return tuple(found)
+
     def search(self, space: Mapping[str, Sequence[Any]], **settings: Any) -> SearchResult:
         """Find the best settings in a few launches; see `labkit.experiments.session_search.search_session`.
 

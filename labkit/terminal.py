@@ -39,11 +39,11 @@ def warn(text: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(plain(text, 4000), markup=False, style="red")
 
 
-def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of text as a table; nothing in a cell is taken for markup."""
+def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], whole: Sequence[str] = ()) -> None:
+    """Print rows of text as a table; nothing in a cell is taken for markup, and columns in `whole` are not broken."""
     table = Table(title=Text(plain(title)), title_justify="left")
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column in whole)
     for row in rows:
         table.add_row(*(Text(plain(cell)) for cell in row))
     Console(highlight=False).print(table)

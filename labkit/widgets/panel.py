@@ -103,7 +103,9 @@ class Panel(ipw.VBox):
         knobs = self.knob_set.view()
         knobs.add_class("lk-area-knobs")
         memory = self.pictures.memory_view(self.advice_view.widgets())
-        tabs = self.pictures.tabs_view((self.runs, self.editor.view(), self.compared, self.compared_table))
+        earlier = [self.editor.earlier] if hasattr(self.session, "recall") else []
+        runs = (self.runs, *earlier, self.editor.view(), self.compared, self.compared_table)
+        tabs = self.pictures.tabs_view(runs)
         main = ipw.Box([memory, knobs, tabs])
         main.add_class("lk-main")
         paste = self.paste_box.view()
@@ -128,6 +130,7 @@ class Panel(ipw.VBox):
         self.knob_set.presets.observe(self._task_chosen, "value")
         self.task_line.on_press(lambda _: self.use_traffic())
         self.advice_view.on_apply(self.apply)
+        self.editor.earlier.on_click(lambda _: self.recall())
 
     # settings
 
@@ -371,6 +374,20 @@ class Panel(ipw.VBox):
             self._draw_runs()
             if self.plan is not None:
                 self._show_plan(self.plan)
+
+    def recall(self) -> None:
+        """Bring earlier runs of this model and card from the store into the table."""
+        try:
+            found: Sequence[RunRecord] = getattr(self.session, "recall", tuple)()
+        except LabkitError as error:
+            self.run_bar.status.say(str(error), "bad")
+            return
+        runs = f"{fmt.count(len(found))} earlier run{'s' * (len(found) != 1)}"
+        self.run_bar.status.say(
+            f"{runs} of this model on this card or machine." if found else "No earlier run is stored."
+        )
+        if found:
+            self.refresh()
 
     def take_baseline(self) -> None:
         """All knobs to the settings of the baseline, one step of undo; nothing where none is pinned."""

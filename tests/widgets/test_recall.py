@@ -1,0 +1,69 @@
+"""Runs of an earlier session come back from the store: by Python, by the panel's button, by `labkit panel --run`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import labkit
+from labkit.cli import app
+from labkit.errors import StoreError
+from labkit.specs.engine_config import EngineConfig
+from labkit.widgets import Panel
+from tests.widgets.fake_session import FakeSession
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> str:
+    """A store with two simulated runs of Qwen3-8B on an A10 and one of another model."""
+    path = str(tmp_path_factory.mktemp("store") / "runs.sqlite3")
+    traffic = labkit.load_workload("azure-2023-conv", limit=3, max_input_tokens=64, max_output_tokens=8)
+    for model, sizes in (("Qwen/Qwen3-8B", (16, 32)), ("Qwen/Qwen3-0.6B", (16,))):
+        with labkit.Session(model, "A10", traffic, store=path) as session:
+            for size in sizes:
+                session.simulate(EngineConfig(max_model_len=2048, block_size=size))
+    return path
+
+
+def test_a_new_session_recalls_runs_of_its_model_and_card(store):
+    with labkit.Session("Qwen/Qwen3-8B", "A10", store=store) as session:
+        assert session.records() == ()
+        found = session.recall()
+        assert sorted(run.config.block_size for run in found) == [16, 32]
+        assert session.recall() == ()
+        assert {run.run_id for run in session.records()} == {run.run_id for run in found}
+        assert all(run.steps for run in found), "the whole run comes back"
+        with pytest.raises(StoreError, match="no run 'nowhere'"):
+            session.recall(["nowhere"])
+
+
+def test_the_button_brings_them_into_the_table(store):
+    with labkit.Session("Qwen/Qwen3-8B", "A10", store=store) as session:
+        panel = Panel(session, EngineConfig(max_model_len=2048))
+        panel.editor.earlier.click()
+        assert len(panel.runs.rows) == 2
+        assert panel.run_bar.status.text == "2 earlier runs of this model on this card or machine."
+        panel.editor.earlier.click()
+        assert panel.run_bar.status.text == "No earlier run is stored."
+        panel.settle()
+    other = Panel(FakeSession())
+    assert other.editor.earlier not in other.pictures.tabs_view((other.runs,)).children
+    other.settle()
+
+
+def test_labkit_panel_opens_a_stored_run(store, tmp_path):
+    with labkit.Session("Qwen/Qwen3-8B", "A10", store=store) as session:
+        run = session.recall()[-1]
+    path = tmp_path / "p.ipynb"
+    done = CliRunner().invoke(
+        app, ["panel", "--run", run.run_id, "--store", store, "--out", str(path), "--no-start"]
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    cell = "".join(json.loads(path.read_text())["cells"][0]["source"])
+    assert f"session.recall(['{run.run_id}'])" in cell
+    assert f"model='Qwen/Qwen3-8B', gpu='A10', workload=traffic, store={store!r}" in cell
+    assert f"block_size={run.config.block_size}" in cell or run.config.block_size == 16
+    missing = CliRunner().invoke(app, ["panel", "--run", "nowhere", "--store", store, "--no-start"])
+    assert "no run 'nowhere'" in str(missing.exception)
