@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 from labkit_kernels.checks import QUERY_DTYPES, KernelValueError, check_dtype, check_last_stride, check_out, check_shape
+from labkit_kernels.ops import begin, overlap_options
+from labkit_kernels.sizes import cdiv, next_power_of_2
 
 MAX_TILE = 2048
 FEW_PROGRAMS = 264
@@ -25,10 +27,13 @@ def _gelu_tanh(x):
 
 
 @triton.jit
-def _gated_kernel(x, out, inner, tiles, x_token, o_token, KIND: tl.constexpr, TILE: tl.constexpr):
+def _gated_kernel(
+    x, out, inner, tiles, x_token, o_token, KIND: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr
+):
     token = (tl.program_id(0) // tiles).to(tl.int64)
     d = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     mask = d < inner
+    begin(OVERLAP)
     gate = tl.load(x + token * x_token + d, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + token * x_token + inner + d, mask=mask, other=0.0).to(tl.float32)
     y = _silu(gate) if KIND == "silu" else _gelu_tanh(gate)
@@ -37,8 +42,8 @@ def _gated_kernel(x, out, inner, tiles, x_token, o_token, KIND: tl.constexpr, TI
 
 def _tile(num_tokens: int, inner: int) -> int:
     """Columns of a program: large, but small enough that few tokens still fill a card."""
-    tile = min(MAX_TILE, triton.next_power_of_2(inner))
-    while tile > 256 and num_tokens * triton.cdiv(inner, tile) < FEW_PROGRAMS:
+    tile = min(MAX_TILE, next_power_of_2(inner))
+    while tile > 256 and num_tokens * cdiv(inner, tile) < FEW_PROGRAMS:
         tile //= 2
     return tile
 
@@ -55,10 +60,11 @@ def _gated(x: torch.Tensor, out: torch.Tensor | None, kind: str) -> torch.Tensor
     if num_tokens == 0:
         return out
     tile = _tile(num_tokens, inner)
-    tiles = triton.cdiv(inner, tile)
+    tiles = cdiv(inner, tile)
     _gated_kernel[(num_tokens * tiles,)](
-        x, out, inner, tiles, x.stride(0), out.stride(0), KIND=kind, TILE=tile, num_warps=max(1, tile // 512)
-    )
+        x, out, inner, tiles, x.stride(0), out.stride(0), KIND=kind, TILE=tile, num_warps=max(1, tile // 512),
+        **overlap_options(x.device),
+    )  # fmt: skip
     return out
 
 

@@ -23,7 +23,8 @@ from labkit_kernels.checks import (
     check_shape,
     check_token_scales,
 )
-from labkit_kernels.ops import capability
+from labkit_kernels.ops import begin, capability, overlap_options
+from labkit_kernels.sizes import cdiv, next_power_of_2
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.uint8: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 KINDS = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3_bits", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
@@ -184,12 +185,13 @@ def _write_kernel(
     num_tokens, key_stride_token, key_stride_head, value_stride_token, value_stride_head,
     KIND: tl.constexpr, LARGEST: tl.constexpr, K_SCALE_TENSOR: tl.constexpr, V_SCALE_TENSOR: tl.constexpr,
     TOKEN_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
     token = (tl.program_id(0) // HEADS * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     d = tl.arange(0, DP)
     here = token < num_tokens
+    begin(OVERLAP)
     # Rows are read beside their slots, those of skipped tokens too, instead of after them.
     mask = here[:, None] & (d < D)[None, :]
     slots = tl.load(slot_mapping + token, mask=here, other=-1)
@@ -220,8 +222,9 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor,
     if num_tokens == 0:
         return
     tokens = 1 if num_tokens <= 256 else (4 if num_tokens <= 1024 else 16)
-    _write_kernel[(triton.cdiv(num_tokens, tokens) * heads,)](
+    _write_kernel[(cdiv(num_tokens, tokens) * heads,)](
         key, value, slot_mapping, *target.tensors(key), *target.numbers(), num_tokens,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), **target.switches(), HEADS=heads, D=head_dim,
-        DP=triton.next_power_of_2(head_dim), TOKENS=tokens, num_warps=1 if tokens <= 4 else 4,
+        DP=next_power_of_2(head_dim), TOKENS=tokens, num_warps=1 if tokens <= 4 else 4,
+        **overlap_options(key.device),
     )  # fmt: skip

@@ -17,6 +17,8 @@ from labkit_kernels.checks import (
     check_out,
     check_shape,
 )
+from labkit_kernels.ops import begin, overlap_options
+from labkit_kernels.sizes import cdiv, next_power_of_2
 
 MAX_HIDDEN = 32768
 ELEMENTS_OF_PROGRAM = 2048
@@ -34,7 +36,7 @@ class RowTiling:
 
 def row_tiling(num_rows: int, hidden: int) -> RowTiling:
     """Short rows share a program where there are many of them; each thread gets about 16 elements."""
-    padded = triton.next_power_of_2(hidden)
+    padded = next_power_of_2(hidden)
     rows = max(1, ELEMENTS_OF_PROGRAM // padded) if num_rows >= MANY_ROWS else 1
     return RowTiling(rows, padded, max(1, min(16, rows * padded // 512)))
 
@@ -75,11 +77,12 @@ def normalised(x, weight, eps, hidden, OFFSET: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x, residual, weight, out, num_rows, hidden, eps, heads, x_token, x_head, r_token, r_head, o_token, o_head,
-    ADD: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
+    ADD: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, PADDED)
     mask = (row < num_rows)[:, None] & (d < hidden)[None, :]
+    begin(OVERLAP)
     w = tl.load(weight + d, mask=d < hidden, other=0.0).to(tl.float32)
     values = tl.load(x + row_starts(row, heads, x_token, x_head)[:, None] + d[None, :], mask=mask, other=0.0)
     values = values.to(tl.float32)
@@ -108,9 +111,10 @@ def _launch(x, residual, weight, eps, out, offset) -> None:
         return
     tiling = row_tiling(num_rows, hidden)
     other = x if residual is None else residual
-    _rms_norm_kernel[(triton.cdiv(num_rows, tiling.rows),)](
+    _rms_norm_kernel[(cdiv(num_rows, tiling.rows),)](
         x, other, weight, out, num_rows, hidden, eps, heads, *x_strides, *row_strides(other)[1:], *row_strides(out)[1:],
         ADD=residual is not None, OFFSET=offset, ROWS=tiling.rows, PADDED=tiling.padded, num_warps=tiling.warps,
+        **overlap_options(x.device),
     )  # fmt: skip
 
 

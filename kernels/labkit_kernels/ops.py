@@ -27,6 +27,22 @@ def overlaps_launches(device: torch.device) -> bool:
     return device.type == "cuda" and capability(device) >= 90
 
 
+def overlap_options(device: torch.device) -> dict[str, bool]:
+    """Compile-time switch and launch option of a kernel that calls `begin`."""
+    return {"OVERLAP": True, "launch_pdl": True} if overlaps_launches(device) else {"OVERLAP": False}
+
+
+@triton.jit
+def begin(OVERLAP: tl.constexpr):
+    """Lets the next launch begin and waits for the one before; nothing may be read or written earlier.
+
+    Every program must call it: the end of a launch then stands for the end of all before it.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
 def cache_kind(cache: torch.Tensor) -> str:
     """How the kernels read the cache: "native", "fp8", "int8" or "e4m3_bits"."""
     if cache.dtype is torch.int8:

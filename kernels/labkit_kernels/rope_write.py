@@ -20,6 +20,8 @@ from labkit_kernels.checks import (
     check_shape,
 )
 from labkit_kernels.kv_write import KVTarget, store_rows
+from labkit_kernels.ops import begin, overlap_options
+from labkit_kernels.sizes import cdiv, next_power_of_2
 
 # A program takes one row where there are few, for the shortest time; where launching programs would take longer than
 # the copy, several tokens of a head, for loads of 16 bytes a thread.
@@ -101,12 +103,13 @@ def _rope_write_kernel(
     KIND: tl.constexpr, LARGEST: tl.constexpr, K_SCALE_TENSOR: tl.constexpr, V_SCALE_TENSOR: tl.constexpr,
     TOKEN_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
     ROTARY: tl.constexpr, Q_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # Heads of the same tokens lie side by side in memory, and so do their programs.
     head = tl.program_id(0) % HEADS
     token = (tl.program_id(0) // HEADS * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     here = token < num_tokens
+    begin(OVERLAP)
     d = tl.arange(0, DP)
     position = tl.load(positions + token, mask=here, other=0)
     if head < Q_HEADS:
@@ -170,11 +173,12 @@ def rope_and_write(
     cos_sin = rotary.cos_sin.contiguous()
     num_tokens, heads = q.shape[0], q.shape[1] + key.shape[1]
     tokens = TOKENS_OF_MANY if num_tokens * heads >= MANY_ROWS else 1
-    _rope_write_kernel[(triton.cdiv(num_tokens, tokens) * heads,)](
+    _rope_write_kernel[(cdiv(num_tokens, tokens) * heads,)](
         q, key, value, positions, slot_mapping, cos_sin, rotary.q_norm if norm else q, rotary.k_norm if norm else q,
         out, rotary.eps, *target.tensors(key), *target.numbers(), num_tokens, q.stride(0), q.stride(1), key.stride(0),
         key.stride(1), value.stride(0), value.stride(1), out.stride(0), out.stride(1), **target.switches(), NORM=norm,
         INTERLEAVED=rotary.interleaved, ROTARY=cos_sin.shape[1], Q_HEADS=q.shape[1], HEADS=heads, D=q.shape[2],
-        DP=triton.next_power_of_2(q.shape[2]), TOKENS=tokens, num_warps=min(4, tokens),
+        DP=next_power_of_2(q.shape[2]), TOKENS=tokens, num_warps=min(4, tokens),
+        **overlap_options(q.device),
     )  # fmt: skip
     return out

@@ -1,11 +1,14 @@
-"""Matrix products on the CPU: weights in oneDNN's own blocked order, and few-row products that read them fast.
+"""Matrix products with plain weights: few-row products that read them fast, on the CPU from oneDNN's own blocked order.
 
 At few rows a product is bound by reading the weights. MKL and plain oneDNN calls reorder or walk them in a way that
 takes up to twice the memory time; weights reordered once, at loading, do not (1.5 to 2 times faster up to 32 rows).
+One row in 16 bits on a card goes through labkit's kernel, which begins to read before the launch before has ended.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import Protocol
 
 import torch
@@ -15,6 +18,7 @@ import torch.nn.functional as F
 _ROWS_HINT = 8
 # Below this many rows, rows are added: the four-row kernel takes less time than those for one to three.
 _FEWEST_ROWS = 4
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 class Matrix(Protocol):
@@ -81,7 +85,16 @@ def pack(weight: torch.Tensor) -> torch.Tensor | PackedMatrix:
 
 def project(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias` for a plain weight or one that is stored otherwise."""
-    return F.linear(x, weight, bias) if isinstance(weight, torch.Tensor) else weight.project(x, bias)
+    if not isinstance(weight, torch.Tensor):
+        return weight.project(x, bias)
+    if x.is_cuda and _is_one_row(x, weight) and importlib.util.find_spec("triton") is not None:
+        return importlib.import_module("labkit_kernels.few_rows").few_rows_matmul(x, weight, None, bias)
+    return F.linear(x, weight, bias)
+
+
+def _is_one_row(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether labkit's kernel takes the product: one row in 16 bits, and a weight whose rows are whole."""
+    return x.shape[0] == 1 and x.dtype in _HALVES and weight.dtype == x.dtype and weight.stride(-1) == 1
 
 
 def project_few(x: torch.Tensor, weight: Weight) -> torch.Tensor:

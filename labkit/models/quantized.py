@@ -1,8 +1,9 @@
 """Weights below 16 bit: fp8 made of 16-bit ones at loading, and AWQ's 4-bit ones, each with its own product.
 
 fp8 as vLLM makes it with `--quantization fp8`: e4m3, a scale of max |w| / 448 for each output channel or for the whole
-matrix. On cards with fp8 units (compute capability 8.9 and later) the inputs are quantised too, each row by its own
-largest number; elsewhere the weights are widened for the product.
+matrix. For few rows on a card the product reads these weights and the inputs as they are. For more rows, on cards with
+fp8 units (compute capability 8.9 and later), the inputs are quantised too, each row by its own largest number, as vLLM
+always does; elsewhere the weights are widened for the product.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from labkit_kernels.reference_ops import E4M3_MAX, SMALLEST_SCALE
 FIRST_FP8_UNITS = (8, 9)
 # What `torch._scaled_mm` asks of both widths.
 FP8_MULTIPLE = 16
+# `few_rows_matmul` wants inputs in such groups; up to so many rows it is faster than products in fp8.
+FEW_ROWS_MULTIPLE, FEW_ROWS = 128, 32
 _ROWS_AT_ONCE = 4096
 
 
@@ -30,11 +33,13 @@ class Fp8Matrix:
         weight: float8_e4m3fn `[out, in]`.
         scale: float32 `[out, 1]`, or `[1, 1]` for the whole matrix.
         multiplies_fp8: the card multiplies in fp8 and the widths suit it.
+        is_interleaved: inputs are in the order of `labkit_kernels.few_rows`, whose product takes few rows.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor
     multiplies_fp8: bool = False
+    is_interleaved: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,10 +53,12 @@ class Fp8Matrix:
 
     def project(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See `labkit.models.linear.Matrix.project`."""
+        if self.is_interleaved and x.dtype != torch.float32 and 0 < x.shape[0] <= FEW_ROWS:
+            return _kernels("few_rows").few_rows_matmul(x, self.weight, self.scale, bias)
         # Scales of rows and columns come with bfloat16 results only.
         if not self.multiplies_fp8 or x.dtype != torch.bfloat16:
             return F.linear(x, self.dequantize(x.dtype), bias)
-        rows, row_scales = quantize_rows(x)
+        rows, row_scales = quantize_rows(x, interleaved=self.is_interleaved)
         column_scales = self.scale.expand(self.weight.shape[0], 1).contiguous().t()
         return torch._scaled_mm(
             rows, self.weight.t(), scale_a=row_scales, scale_b=column_scales, bias=bias, out_dtype=x.dtype,
@@ -60,13 +67,14 @@ class Fp8Matrix:
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The plain weight `[out, in]`; products are rounded once, to `dtype`."""
-        if dtype == torch.float32:
-            return self.weight.to(dtype) * self.scale
         out = torch.empty(self.weight.shape, dtype=dtype, device=self.weight.device)
         for start in range(0, self.weight.shape[0], _ROWS_AT_ONCE):
             rows = slice(start, start + _ROWS_AT_ONCE)
             scale = self.scale[rows] if self.scale.shape[0] > 1 else self.scale
-            out[rows] = self.weight[rows].float() * scale
+            weight = self.weight[rows]
+            if self.is_interleaved:
+                weight = _kernels("few_rows").deinterleave(weight)
+            out[rows] = weight.float() * scale
         return out
 
 
@@ -77,16 +85,21 @@ def quantize_fp8(weight: torch.Tensor, *, per_channel: bool) -> Fp8Matrix:
         largest = largest.amax(dim=0, keepdim=True)
     scale = (largest / E4M3_MAX).clamp_(min=SMALLEST_SCALE)
     stored = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    is_interleaved = weight.is_cuda and weight.shape[1] % FEW_ROWS_MULTIPLE == 0
     for start in range(0, weight.shape[0], _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
         ratio = weight[rows].float() / (scale[rows] if per_channel else scale)
-        stored[rows] = ratio.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return Fp8Matrix(stored, scale, _multiplies_fp8(weight))
+        rounded = ratio.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        stored[rows] = _kernels("few_rows").interleave(rounded) if is_interleaved else rounded
+    return Fp8Matrix(stored, scale, _multiplies_fp8(weight), is_interleaved)
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, *, interleaved: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row of `x` `[T, in]` in e4m3, and its scale float32 `[T, 1]`: vLLM's dynamic per-token quantisation."""
-    return _kernels("quantise").quantise_rows(x) if x.is_cuda else reference_ops.quantise_rows(x)
+    if x.is_cuda:
+        return _kernels("quantise").quantise_rows(x, interleaved=interleaved)
+    rows, scales = reference_ops.quantise_rows(x)
+    return _kernels("few_rows").interleave(rows) if interleaved else rows, scales
 
 
 def _multiplies_fp8(weight: torch.Tensor) -> bool:

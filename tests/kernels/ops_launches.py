@@ -16,7 +16,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 
 import torch
-from labkit_kernels import activations, awq_matmul, block_copy, norms, pooling, rope, sampling
+from labkit_kernels import activations, awq_matmul, block_copy, few_rows, norms, pooling, rope, sampling
 from labkit_kernels.compile_check import SHARED_MEMORY_BYTES, compile_report, record_launch
 from labkit_kernels.rope_write import Rotary
 
@@ -44,6 +44,12 @@ def _copy() -> None:
 def _sample() -> None:
     parameters = {name: empty(4, dtype=dtype) for name, dtype in sampling.PARAMETER_DTYPES.items()}
     sampling.sample(empty(4, 151936), sampling.SamplingTensors(**parameters))
+
+
+def _few_rows(rows: int, *, e4m3: bool = False) -> Callable[[], object]:
+    weight = empty(4096, 4096, dtype=torch.float8_e4m3fn if e4m3 else BF16)
+    scale = empty(4096, 1, dtype=torch.float32) if e4m3 else None
+    return lambda: few_rows.few_rows_matmul(empty(rows, 4096), weight, scale)
 
 
 def _weight() -> awq_matmul.AwqWeight:
@@ -76,6 +82,15 @@ LAUNCHES: dict[str, tuple[ModuleType, str, Callable[[], object]]] = {
         pooling, "_finish_kernel", lambda: pooling.pool(empty(4096, 1024), empty(9, dtype=torch.int32), "last"),
     ),
     "copy": (block_copy, "_copy_kernel", _copy),
+    "one row": (few_rows, "_one_row_kernel", _few_rows(1)),
+    "one row, e4m3": (few_rows, "_one_row_kernel", _few_rows(1, e4m3=True)),
+    "few rows": (few_rows, "_few_rows_kernel", _few_rows(16)),
+    "few rows, e4m3": (few_rows, "_few_rows_kernel", _few_rows(16, e4m3=True)),
+    "32 rows, e4m3": (few_rows, "_few_rows_kernel", _few_rows(32, e4m3=True)),
+    "sum of parts": (few_rows, "_sum_parts_kernel", _few_rows(16)),
+    "tops": (sampling, "_tops_kernel", _sample),
+    "sample parts": (sampling, "_parts_kernel", _sample),
+    "sample compact": (sampling, "_compact_kernel", _sample),
     "greedy": (sampling, "_greedy_kernel", lambda: sampling.greedy(empty(4, 151936))),
     "sample": (sampling, "_sample_kernel", _sample),
     "awq 1": (awq_matmul, "_awq_kernel", _awq(1)),
@@ -90,7 +105,9 @@ def report(name: str, arch: int) -> dict[str, object]:
     module, kernel, call = LAUNCHES[name]
     # Two kernels share a wrapper: only the recorded one must not run, the other has no card to run on.
     others = [k for m, k, _ in LAUNCHES.values() if m is module and k != kernel]
-    with patch.object(awq_matmul, "_slots", lambda device: CARD_MULTIPROCESSORS):
+    slots = patch.object(few_rows, "_slots", lambda device, config: CARD_MULTIPROCESSORS * config.ctas_per_sm)
+    card = patch.object(few_rows, "capability", lambda device: arch)
+    with slots, card, patch.object(awq_matmul, "_slots", lambda device: CARD_MULTIPROCESSORS):
         launch = record_launch(module, kernel, lambda: _call_without(module, others, call))
     return asdict(compile_report(launch, arch)) | {"shared_limit": SHARED_MEMORY_BYTES[arch]}
 

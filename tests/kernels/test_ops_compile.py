@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -16,8 +17,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 SCRIPT = Path(__file__).with_name("ops_launches.py")
 ARCHITECTURES = (80, 89, 90)
 # 8.9 differs from 8.0 in its shared memory and registers only where these are much used.
-OF_89 = ("norm", "rope", "copy", "sample", "awq 1")
-WIDE_LOADS = ("norm", "norm 576", "norm 5120", "silu", "gelu", "rope", "pool sum", "copy", "greedy", "sample")
+OF_89 = ("norm", "rope", "copy", "sample", "awq 1", "few rows, e4m3")
+WIDE_LOADS = (
+    "norm", "norm 576", "norm 5120", "silu", "gelu", "rope", "pool sum", "copy", "tops", "sample parts", "one row",
+    "one row, e4m3",
+)  # fmt: skip
+FEW_ROWS = ("few rows", "few rows, e4m3", "32 rows, e4m3")
 WIDE_STORES = ("norm", "norm 576", "silu", "rope", "copy", "awq 1", "awq dequantise")
 
 
@@ -48,12 +53,30 @@ def test_copies_are_16_bytes_wide(arch):
     found = reports(arch)
     assert {name for name in WIDE_LOADS if name in found and not found[name]["wide_loads"]} == set()
     assert {name for name in WIDE_STORES if name in found and not found[name]["wide_stores"]} == set()
-    assert {
-        name for name in ("awq 1", "awq 64, bf16") if name in found and not found[name]["wide_async_copies"]
-    } == set()
+    pipelined = ("awq 1", "awq 64, bf16", *FEW_ROWS)
+    assert {name for name in pipelined if name in found and not found[name]["wide_async_copies"]} == set()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_awq_uses_matrix_instructions(arch):
     for name in ("awq 1", "awq 64, bf16"):
         assert reports(arch).get(name, {"mma": 1})["mma"] > 0, name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_few_rows_use_matrix_instructions(arch):
+    kind = "wgmma" if arch == 90 else "mma"
+    found = reports(arch)
+    assert {name for name in FEW_ROWS if name in found and not found[name][kind]} == set()
+
+
+def test_overlapping_launches_wait():
+    """A kernel that may begin beside the launch before it must wait for it before it reads or ends."""
+    found = 0
+    for path in sorted(Path(__file__).parents[2].joinpath("kernels/labkit_kernels").glob("*.py")):
+        for block in re.split(r"\n\n\n", path.read_text(encoding="utf-8")):
+            kernel = re.search(r"@triton\.jit.*\ndef (\w+_kernel)\([^)]*OVERLAP: tl\.constexpr", block)
+            if kernel:
+                found += 1
+                assert re.search(r"^ +_?begin\(", block, re.MULTILINE), (path.name, kernel[1])
+    assert found >= 8

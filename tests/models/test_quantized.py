@@ -17,7 +17,7 @@ from labkit.memory.tensors import Sharing
 from labkit.memory.weights import StageLayers, stage_weights_bytes
 from labkit.models import DenseAttention, load_model_weights
 from labkit.models.quantization import engine_format
-from labkit.models.quantized import AwqMatrix, Fp8Matrix, quantize_fp8
+from labkit.models.quantized import FEW_ROWS, AwqMatrix, Fp8Matrix, quantize_fp8
 from labkit.specs import load_gpu
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.model_loading import load_model
@@ -263,6 +263,25 @@ def test_fp8_product_is_the_product_of_what_was_rounded(rows, per_channel, one_t
     assert found.shape == (rows, 48)
     assert found.is_contiguous()
     torch.testing.assert_close(found.double(), wanted, atol=0.03, rtol=0.01)
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_fp8_weights_in_the_order_of_the_few_rows_product(per_channel, one_thread):
+    """Few rows are multiplied as they are, more of them rounded to fp8 first; the weight itself is the same."""
+    few_rows = pytest.importorskip("labkit_kernels.few_rows")
+    if not pytest.importorskip("labkit_kernels.ops").interpreting():
+        pytest.skip("needs a card or Triton's interpreter")
+    weight, x = torch.randn(48, 256).bfloat16(), torch.randn(FEW_ROWS + 1, 256)
+    plain = quantize_fp8(weight, per_channel=per_channel)
+    matrix = Fp8Matrix(few_rows.interleave(plain.weight), plain.scale, multiplies_fp8=True, is_interleaved=True)
+    dense = plain.dequantize(torch.float32)
+    assert torch.equal(matrix.dequantize(torch.float32), dense)
+    for rows in (1, FEW_ROWS):
+        found = matrix.project(x[:rows].half()).double()
+        torch.testing.assert_close(found, x[:rows].half().double() @ dense.double().t(), atol=0.02, rtol=1e-3)
+    wanted = fp8_rounded(x.bfloat16(), per_channel=True).double() @ dense.double().t()
+    torch.testing.assert_close(matrix.project(x.bfloat16()).double(), wanted, atol=0.3, rtol=0.01)
+    assert torch.equal(matrix.project(x[:0].half()), torch.empty(0, 48).half())
 
 
 def test_fp8_of_zeros_and_of_wide_ranges(one_thread):
