@@ -116,6 +116,8 @@ class RunBar:
             words += f": {fmt.count(view.done)} of {fmt.count(view.total)} {view.unit}"
         words += f", {fmt.duration(round(view.elapsed_s(now), 1))} elapsed"
         words += f", about {fmt.duration(round(view.left_s, 1))} left" if view.left_s is not None else ""
+        in_all_s = view.left_in_all_s(now)
+        words += f" ({fmt.duration(round(in_all_s, 1))} for all)" if in_all_s is not None else ""
         share = view.done / view.total if view.unit and view.total else None
         self.status.say(f"{words}. {live_words}".strip(), progress=share, details="\n".join(view.log), summary="log",
                         role="")  # fmt: skip

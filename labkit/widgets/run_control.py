@@ -60,12 +60,21 @@ class RunView:
     run_index: int = 0
     num_runs: int = 1
     started_s: float = 0.0
+    begun_s: float = 0.0
     log: list[str] = field(default_factory=list)
     cancelling: bool = False
 
     def elapsed_s(self, now_s: float) -> float:
         """Seconds since this run began."""
         return max(0.0, now_s - self.started_s)
+
+    def left_in_all_s(self, now_s: float) -> float | None:
+        """Seconds that this run and those after it will take, by the mean of those that are over; None before."""
+        if not self.run_index or self.num_runs < 2:
+            return None
+        mean_s = (self.started_s - self.begun_s) / self.run_index
+        this_s = self.left_s if self.left_s is not None else max(0.0, mean_s - self.elapsed_s(now_s))
+        return this_s + mean_s * (self.num_runs - self.run_index - 1)
 
 
 @dataclass(frozen=True)
@@ -169,7 +178,8 @@ class RunControl:
         return Outcome(tuple(records), said, text, cancelled)
 
     def _draw(self, events: queue.SimpleQueue, num_runs: int) -> None:
-        view = RunView(num_runs=num_runs, started_s=time.monotonic())
+        now_s = time.monotonic()
+        view = RunView(num_runs=num_runs, started_s=now_s, begun_s=now_s)
         outcome: Outcome | None = None
         try:
             while outcome is None:

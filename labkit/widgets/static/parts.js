@@ -242,7 +242,10 @@ function renderTable({ model, el }) {
       }
       if (model.get("pinned").includes(index)) line.classList.add("lk-pinned");
       cells.forEach((cell, column) => {
-        const made = column === 0 ? node("th", "", cell, { scope: "row", title: cell }) : node("td", "", cell);
+        // A change against the baseline stands under its number.
+        const [value, change] = selectable && column ? cell.split(/ (?=\()/) : [cell];
+        const made = column === 0 ? node("th", "", cell, { scope: "row", title: cell }) : node("td", "", value);
+        if (change) made.append(" ", node("span", "lk-delta", change));
         const mark = column === 0 ? model.get("marks")[index] : "";
         if (mark) made.append(node("span", "lk-mark", ` ${mark}`));
         line.append(made);
