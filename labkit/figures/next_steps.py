@@ -148,7 +148,8 @@ def help_lines(knob: Knob, plan: MemoryPlan | None) -> tuple[str, ...]:
         lines.append(f"One of {', '.join(knob.choices)}.")
     elif knob.minimum is not None:
         most = f" to {shown(knob.maximum)}" if knob.maximum is not None else " or more"
-        lines.append(f"Allowed: {shown(knob.minimum)}{most} {knob.unit}.".replace(" .", "."))
+        typed = " As in vLLM, 8k is 8,000 and 8K is 8,192." if knob.kind is int and knob.unit == "tokens" else ""
+        lines.append(f"Allowed: {shown(knob.minimum)}{most} {knob.unit}.".replace(" .", ".") + typed)
     part = _FORMULA_OF_KNOB.get(knob.name, "")
     if plan is not None and part in plan.formulas:
         lines.append(f"Now: {plan.formulas[part]}.")

@@ -129,3 +129,8 @@ def test_no_run_no_rows():
 def test_a_removed_baseline_is_no_baseline():
     info = get_run_table_info([dataclasses.replace(sample_record(), run_id="x")], "gone")
     assert (info.baseline_index, info.rows[0].baseline) == (None, None)
+
+
+def test_the_help_says_how_sizes_may_be_typed():
+    assert any("8k is 8,000 and 8K is 8,192" in line for line in help_lines(KNOBS["max_model_len"], None))
+    assert not any("8k" in line for line in help_lines(KNOBS["max_num_seqs"], None))
