@@ -91,7 +91,9 @@ def test_missing_and_too_large_files(tmp_path, monkeypatch):
     with pytest.raises(FileFormatError, match="cannot read"):
         import_json(tmp_path)
     path = export_json(example_record(), tmp_path / "run.json")
-    monkeypatch.setattr("labkit.experiments.export.MAX_JSON_BYTES", 100)
+    monkeypatch.setattr("labkit.experiments.export.MAX_JSON_BYTES", path.stat().st_size)
+    assert import_json(path) == example_record()
+    monkeypatch.setattr("labkit.experiments.export.MAX_JSON_BYTES", path.stat().st_size - 1)
     with pytest.raises(FileFormatError, match="too large"):
         import_json(path)
 

@@ -223,6 +223,19 @@ def test_without_a_card_it_is_simulated():
     assert counting.result.notes
 
 
+def test_a_profiler_without_a_card_to_wait_for_is_given_up():
+    """Torch is asked for the card that the profiler says it has."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a card")
+    fake = FakeCupti(VALUES)
+    with counters(card="L4", open_profiler=opener(fake), simulated=lambda: SIMULATED) as counting:
+        pass
+    assert counting.result.counters == SIMULATED
+    assert "no NVIDIA card" in counting.result.notes[0]
+    assert fake.calls[-1] == "cuptiProfilerDeInitialize"
+
+
 @pytest.mark.parametrize(
     "values", [(10.0, 11.0, 1.0, 1.0), (10.0, -1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 0.0), (1.0, 1.0, -1.0, 1.0)]
 )

@@ -27,6 +27,13 @@ def test_parameters_equal_those_of_transformers(name):
         assert count_parameters(spec) == expected
 
 
+def test_mambas_projections_may_have_biases():
+    """MambaMixer: in_proj gives twice the intermediate size (320), out_proj the hidden size (256); eight layers."""
+    config = COUNTS["mamba"]["config"]
+    with_bias = model_from_config({**config, "use_bias": True}, "mamba")
+    assert count_parameters(with_bias) - COUNTS["mamba"]["parameters"] == 8 * (2 * 320 + 256)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_known_families_need_no_assumption_about_layout(name):
     notes = model_from_config(COUNTS[name]["config"], name).notes
