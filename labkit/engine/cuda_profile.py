@@ -14,8 +14,9 @@ PROMPT_SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """The same for steps that only decode: the plan of their split is compiled for powers of two, 16 or more."""
-    sizes = [16]
+    """The same for steps that only decode: one row has products of its own, and the plan of the split is compiled for
+    powers of two, 16 or more."""
+    sizes = [1, 16] if max_num_seqs > 1 else [1]
     while sizes[-1] < max_num_seqs:
         sizes.append(2 * sizes[-1])
     return [min(size, max_num_seqs) for size in sizes]

@@ -172,8 +172,10 @@ def test_a_step_runs_in_the_next_larger_graph_with_room_for_its_prompts(one_thre
     assert (shape and shape.num_tokens) == expected
 
 
-@pytest.mark.parametrize(("max_num_seqs", "expected"), [(1, [1]), (16, [16]), (17, [16, 17]), (64, [16, 32, 64])])
-def test_decode_is_compiled_for_each_power_of_two_that_may_run(one_thread, max_num_seqs, expected):
+@pytest.mark.parametrize(
+    ("max_num_seqs", "expected"), [(1, [1]), (2, [1, 2]), (16, [1, 16]), (17, [1, 16, 17]), (64, [1, 16, 32, 64])]
+)
+def test_decode_is_compiled_for_one_row_and_each_power_of_two_that_may_run(one_thread, max_num_seqs, expected):
     from labkit.engine.cuda_profile import decode_sizes
 
     assert decode_sizes(max_num_seqs) == expected
