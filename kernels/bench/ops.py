@@ -21,8 +21,11 @@ import triton
 from labkit_kernels import block_copy, reference
 from labkit_kernels.activations import silu_and_mul
 from labkit_kernels.awq_matmul import awq_matmul
+from labkit_kernels.few_rows import few_rows_matmul
+from labkit_kernels.kv_write import KVTarget, write_kv
 from labkit_kernels.norms import add_rms_norm
 from labkit_kernels.pooling import pool
+from labkit_kernels.quantise import quantise_rows
 from labkit_kernels.rope import apply_rope
 from labkit_kernels.rope_write import Rotary
 from labkit_kernels.sampling import greedy, sample
@@ -126,6 +129,52 @@ def awq_rows(timer: Timer) -> list[dict]:
     return rows
 
 
+def few_rows_rows(timer: Timer) -> list[dict]:
+    """Products of few rows at the shapes of an 8B model, against cuBLAS in 16 bit and torch's product in fp8."""
+    rows = []
+    for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+        dense, scales = randn(outputs, inputs), torch.rand(outputs, 1, device="cuda")
+        weight = torch.randn(outputs, inputs, device="cuda").to(torch.float8_e4m3fn)
+        for tokens in (1, 16, 32):
+            x, out = randn(tokens, inputs), torch.empty(tokens, outputs, dtype=BF16, device="cuda")
+            cublas = timer(lambda x=x, w=dense, o=out: torch.mm(x, w.t(), out=o))
+            shape = f"{tokens} x {inputs} x {outputs}"
+            if tokens == 1:
+                us = timer(lambda x=x, w=dense, o=out: few_rows_matmul(x, w, out=o))
+                rows.append(row("one row, 16 bit", shape, us, dense.nbytes, torch_us=cublas))
+            us = timer(lambda x=x, w=weight, s=scales, o=out: few_rows_matmul(x, w, s, out=o))
+            fp8 = timer(lambda x=x, w=weight, s=scales: fp8_product(x, w, s))
+            rows.append(row("few rows, e4m3", shape, us, weight.nbytes, torch_us=cublas, torch_fp8_us=fp8))
+    return rows
+
+
+def fp8_product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Inputs rounded to e4m3 and torch's product, as for many rows."""
+    rounded, row_scales = quantise_rows(x)
+    return torch._scaled_mm(
+        rounded, weight.t(), scale_a=row_scales, scale_b=scales.t(), out_dtype=BF16, use_fast_accum=True
+    )
+
+
+def write_rows(timer: Timer) -> list[dict]:
+    """Cache writes of the layers of a step in one graph, the time of each; alone a replay costs 4 to 5 us more."""
+    rows, tokens, heads, dim, layers = [], 4096, 8, 128, 28
+    blocks = torch.randperm(2 * tokens // 16, device="cuda")[: tokens // 16]
+    slots = (blocks[:, None] * 16 + torch.arange(16, device="cuda")).flatten()
+    for dtype in (BF16, torch.float8_e4m3fn, torch.int8):
+        shape = (2 * tokens // 16, 16, heads, dim)
+        caches = [[torch.zeros(shape, device="cuda").to(dtype) for _ in range(2)] for _ in range(layers)]
+        keys = [[randn(tokens, heads, dim) for _ in range(2)] for _ in range(layers)]
+        pairs = [(*key, KVTarget(*cache)) for key, cache in zip(keys, caches, strict=True)]
+        size = 2 * tokens * heads * dim * (2 + caches[0][0].element_size())
+        us = timer(lambda p=pairs: [write_kv(key, value, slots, target) for key, value, target in p]) / layers
+        name = str(dtype).removeprefix("torch.")
+        copies = [[torch.ones(size // 8, device="cuda") for _ in range(2)] for _ in range(layers)]
+        copy = timer(lambda c=copies: [torch.add(a, 0, out=b) for a, b in c]) / layers
+        rows.append(row("write_kv", f"{tokens} tokens, {name}, 28 in a graph", us, size, copy_us=copy))
+    return rows
+
+
 def other_rows(timer: Timer) -> list[dict]:
     """Pooling and block copies within the pool."""
     states, starts = randn(65536, 1024), torch.tensor([0, 65536], dtype=torch.int32, device="cuda")
@@ -202,7 +251,7 @@ def main() -> None:
 
     rows = [{"what": "ceilings", "read_gb_s": read_ceiling(flush), "copy_gb_s": copy_ceiling(flush)}]
     versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
-    tables = (elementwise_rows, awq_rows, other_rows, sampling_rows)
+    tables = (sampling_rows, few_rows_rows, awq_rows, write_rows, elementwise_rows, other_rows)
     for table in (*tables, lambda _: swap_rows()):
         rows += table(timer)
         record = {

@@ -37,11 +37,19 @@ def summarise(rows: list[dict]) -> list[dict]:
     flat = [row for row in filtered if row["shape"].startswith("flat")]
     awq = _of(rows, "awq")
     few = [row for row in awq if _tokens(row) <= 16]
+    e4m3 = _of(rows, "few rows, e4m3")
+    alone = [row for row in e4m3 if _tokens(row) == 1]
+    copied = next((row["copy_gb_s"] for row in rows if "copy_gb_s" in row), None)
+    written = {row["shape"]: row["gb_s"] / copied for row in _of(rows, "write_kv") if copied}
     return [
         *lines,
         _line("sampling of peaked logits, a full sort's time over ours", _ratios(peaked, "torch_us"), 5.0, 10.0),
         _line("sampling of flat logits, a full sort's time over ours", _ratios(flat, "torch_us"), 3.0, 5.0),
         _line("greedy, torch's argmax over ours", _ratios(_of(rows, "greedy"), "torch_us"), 0.8, 1.0),
+        _line("one row in 16 bit, cuBLAS over ours", _ratios(_of(rows, "one row, 16 bit"), "torch_us"), 1.0, 1.2),
+        _line("one row, e4m3 weights, 16-bit cuBLAS over ours", _ratios(alone, "torch_us"), 1.5, 1.8),
+        _line("1 to 32 rows, e4m3 weights, torch's fp8 product over ours", _ratios(e4m3, "torch_fp8_us"), 1.0, 1.3),
+        _line("KV write, 4096 tokens, 28 in a graph, share of the copy ceiling", written, 0.8, 0.9),
         _line("AWQ, 1 to 16 tokens, 16-bit cuBLAS over ours", _ratios(few, "torch_us"), 1.5, 2.5),
         _line("AWQ, any tokens, 16-bit cuBLAS over ours", _ratios(awq, "torch_us"), 0.5, 0.9),
         _line("block copy, a plain copy's time over ours", _ratios(_of(rows, "copy_blocks"), "copy_us"), 0.8, 0.95),
