@@ -23,7 +23,7 @@ import numpy as np
 from labkit.engine.launch_rules import LaunchRules
 from labkit.engine.measured_products import MeasuredProducts
 from labkit.engine.step_constants import StepConstants, link_bytes_per_s
-from labkit.engine.step_cost import MatrixCost, StepCost
+from labkit.engine.step_cost import Matrix, MatrixCost, StepCost
 from labkit.specs.gpu_spec import GpuSpec
 
 _SHARPNESS, _TINY = 5, 1e-300
@@ -247,12 +247,7 @@ class StepTimeModel:
         """Rows, and seconds of all layers' products and of the head's at so many, [rows] each."""
         if not self.constants.products:
             return None
-        measured = MeasuredProducts(self.constants.products)
-        curves = {False: np.zeros(len(measured.rows)), True: np.zeros(len(measured.rows))}
-        for matrix in self.cost.matrices:
-            seconds = measured.seconds(matrix.outputs, matrix.inputs)
-            curves[matrix.is_head] = curves[matrix.is_head] + matrix.number * seconds
-        return measured.rows, curves[False], curves[True]
+        return _product_curves(self.constants.products, self.cost.matrices)
 
     def _gemm(
         self, matrix: MatrixCost, read_share: Array | float, tokens: Array, efficiency: float, kind: str = ""
@@ -307,6 +302,18 @@ def _next_size(sizes: tuple[int, ...], num_tokens: Array, values: tuple[int, ...
     """The next larger of `sizes`, or the largest, or what stands for it in `values`; 0 without any."""
     known = _as_array(sizes)
     return _as_array(values or sizes)[np.minimum(np.searchsorted(known, num_tokens), len(known) - 1)]
+
+
+@lru_cache(maxsize=16)
+def _product_curves(
+    products: tuple[tuple[float, float, float, float], ...], matrices: tuple[Matrix, ...]
+) -> tuple[Array, Array, Array]:
+    measured = MeasuredProducts(products)
+    curves = {False: np.zeros(len(measured.rows)), True: np.zeros(len(measured.rows))}
+    for matrix in matrices:
+        seconds = measured.seconds(matrix.outputs, matrix.inputs)
+        curves[matrix.is_head] = curves[matrix.is_head] + matrix.number * seconds
+    return measured.rows, curves[False], curves[True]
 
 
 @lru_cache(maxsize=64)

@@ -115,9 +115,9 @@ def bench_simulation(
     inside, intervals = coverage(by_model)
     served = tuple(run for run in public_runs() if run.engine == "V1")
     calibrated = after_few_runs(served, fits["V1"].__getitem__)
-    searched = [
-        {"check": "search on public grids", "launches_allowed": most, **shares_within(served, fits["V1"], most)}
-        for most in (3, 5)
+    searched: list[dict[str, Any]] = [
+        {"check": "search on public grids", "launches_allowed": most, **found}
+        for most, found in shares_within(served, fits["V1"]).items()
     ]
     proof = prove(sweep, unseen)
     if fit:

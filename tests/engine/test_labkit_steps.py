@@ -66,8 +66,8 @@ def test_without_graphs_a_prompt_costs_the_host_more_in_every_layer():
 
 
 def test_prompts_over_an_8_bit_cache_take_longer_by_their_products():
-    plain, slower = model_of(kv="fp8"), model_of(kv="fp8", prompt_factor_8bit=2.0)
-    bare = model_of(kv="fp8", prompt_start_s=0.0)
+    plain, slower = (model_of(kv="fp8", prompt_factor_8bit=factor) for factor in (1.0, 2.0))
+    bare = model_of(kv="fp8", prompt_start_s=0.0, prompt_factor_8bit=1.0)
     products = bare.parts(work(1000, 0, 1))["prefill_attention"][0]
     gained = (
         slower.parts(work(1000, 0, 1))["prefill_attention"][0] - plain.parts(work(1000, 0, 1))["prefill_attention"][0]
