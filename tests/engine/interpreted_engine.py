@@ -121,7 +121,7 @@ def main() -> None:
     torch.set_num_threads(1)
     llama = make_decoder()
     flat = make_decoder(layers=llama.spec.layers[:1])
-    qwen = make_decoder(qk_norm=True, qkv_bias=True, model_type="qwen3")
+    qwen = make_decoder(qk_norm=True, qkv_bias=True, model_type="qwen3", layers=flat.spec.layers)
     window = dataclasses.replace(llama.spec.layers[0], kind="sliding", window=6)
     gemma = make_decoder(
         norm_offset=True, sandwich_norms=True, norms_per_layer=4, hidden_act="gelu_pytorch_tanh", final_softcap=20.0,
@@ -137,7 +137,7 @@ def main() -> None:
     results["swap"] = both(flat, swapping, max_tokens=10)
     cuda_cache.STAGED_BYTES = 1
     results["swap block by block"] = both(flat, swapping, max_tokens=10)
-    results["padded"] = padded(llama)
+    results["padded"] = padded(flat)
     results["other blocks"] = reconfigured(flat)
     drawn = [serve(flat, make_plan(flat, blocks=blocks), True, temperature=1.0, seed=4)[0] for blocks in (32, 6)]
     results["drawn"] = {"cuda": drawn[0], "cpu": drawn[1], "preemptions": 0}
