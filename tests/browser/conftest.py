@@ -82,7 +82,13 @@ def open_page(browser, *, own: str, width: int = 1440, height: int = 1000, **opt
             route.abort()
 
     context.route("**/*", judge)
-    watched.page.on("pageerror", lambda error: watched.errors.append(str(error)))
+
+    def threw(error) -> None:
+        # anywidget says so of a module that took more than 2 s, as on a busy machine; it goes on and draws it.
+        if str(error) != "[anywidget] Failed to initialize model.":
+            watched.errors.append(str(error))
+
+    watched.page.on("pageerror", threw)
     watched.page.on("dialog", lambda dialog: (watched.errors.append(f"dialog: {dialog.message}"), dialog.dismiss()))
     return watched
 

@@ -126,7 +126,11 @@ def test_widths_themes_names_and_hostile_text(chromium, fresh_lab):
     watched = open_fake(chromium, fresh_lab, "looks.ipynb", call, height=1400)
     page = watched.page
     page.evaluate("() => globalThis.jupyterapp.shell.collapseLeft()")
-    for width in (1440, 1024, 640):
+    page.locator(".lk-panel button").filter(has_text="Paste").click()
+    page.get_by_label("command, settings or log").fill("vllm serve m --blok-size 3")
+    page.locator(".lk-panel button").filter(has_text="Read it").click()
+    page.get_by_text("did you mean --block-size").wait_for(timeout=10_000)
+    for width in (1440, 1024, 640, 390):
         page.set_viewport_size({"width": width, "height": 1400})
         page.wait_for_timeout(700)
         assert page.evaluate(WIDTHS) == {"over": 0, "cut": []}, width
