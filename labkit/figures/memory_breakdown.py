@@ -109,11 +109,10 @@ def draw_memory_breakdown(info: MemoryBreakdownInfo, theme: str = "light", narro
             "traceorder": "normal",
             "entrywidth": 1.0 if narrow else 0.5,
             "entrywidthmode": "fraction",
-            "font": {"size": 11},
+            "font": {"size": 10 if narrow else 11},
             "maxheight": 0.9,
-            **({"xref": "container", "x": 0.02} if narrow else {}),
         },
-        margin={"l": 84, "r": 20, "t": (20 if narrow else 16) * legend_rows, "b": 44},
+        margin={"l": 60 if narrow else 84, "r": 8 if narrow else 20, "t": (20 if narrow else 16) * legend_rows, "b": 44},
         shapes=[_total_line(bar, index, divisor, theme) for index, bar in enumerate(info.bars)],
     )
     figure.update_xaxes(title_text=f"memory ({unit})", range=[0, 1.01 * info.scale_bytes / divisor], fixedrange=True)
