@@ -17,7 +17,8 @@ from labkit.specs import load_gpu, load_model, synthetic_workload
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.workload import Workload
 
-_WIDTH = 100
+# As wide as a narrow terminal shows.
+_WIDTH = 78
 Word = Literal["holds", "wrong", "depends", "not tested"]
 Method = Literal[
     "plan", "simulation", "counters, simulated", "rules of vLLM", "timing on this CPU", "measured on a card"
