@@ -155,7 +155,7 @@ def _one_row_kernel(
     tl.store(out + column, y.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _few_rows_kernel(
     x, weight, scale, bias, out, rows, columns, inputs, part_inputs, x_row, w_row, s_column, o_part, o_row, factor,
     KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr, BIAS: tl.constexpr,
