@@ -13,10 +13,10 @@ from labkit_kernels.rope_write import Rotary
 
 from labkit.engine.cuda_attention import CudaAttention
 from labkit.errors import UnsupportedError
+from labkit.memory.step_buffers import can_fuse
 from labkit.models.decoder import Decoder
 from labkit.models.linear import project
 from labkit.models.moe import reads_on_host
-from labkit.specs.model_spec import ModelSpec
 
 _GATED = {
     "silu": silu_and_mul, "swish": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul, "gelu_new": gelu_and_mul,
@@ -30,14 +30,6 @@ def make_forward(decoder: Decoder, attention: CudaAttention) -> Forward:
     if can_fuse(decoder.spec):
         return FusedForward(decoder, attention)
     return lambda token_ids, positions: decoder.forward(token_ids, positions, attention)
-
-
-def can_fuse(spec: ModelSpec) -> bool:
-    """Whether the fused kernels cover the model: Llama, Mistral, Qwen2, Qwen3 and their like."""
-    plain_layers = all(layer.uses_rope and not layer.num_experts for layer in spec.layers)
-    return (
-        plain_layers and spec.gated_mlp and spec.hidden_act in _GATED and not (spec.norm_offset or spec.sandwich_norms)
-    )
 
 
 def why_eager(decoder: Decoder) -> str:

@@ -332,3 +332,11 @@ def tiny_decoders():
     return [
         (load_model_weights(spec, dtype="float32", load_format="dummy", pack_weights=False), spec) for spec in specs
     ]
+
+
+def test_models_with_fused_kernels_are_the_engine_s():
+    pytest.importorskip("triton")
+    from labkit.engine.cuda_forward import _GATED
+    from labkit.memory.step_buffers import FUSED_ACTIVATIONS
+
+    assert set(_GATED) == set(FUSED_ACTIVATIONS)
