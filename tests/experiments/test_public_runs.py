@@ -69,6 +69,20 @@ def test_the_fit_finds_constants_that_made_the_times():
     assert found.bandwidth_efficiency == pytest.approx(0.7, rel=0.01)
 
 
+def test_of_several_beginnings_the_best_fit_counts():
+    """A time that is the longer of two: from the prior the shorter one moves nothing, from another start it does."""
+    prior = load_constants(level="data sheet").replace(step_s=1e-3, request_s=1e-6)
+
+    def longer(one):
+        return np.maximum(np.full(4, one.step_s), one.request_s * np.array([1.0, 2.0, 3.0, 4.0]))
+
+    measured = longer(prior.replace(step_s=1e-4, request_s=5e-3))
+    sigmas = {"request_s": 10.0}
+    assert fit_constants(prior, longer, measured, sigmas).request_s == pytest.approx(1e-6, rel=0.01)
+    for starts in ([prior.replace(request_s=4e-3)], [prior.replace(request_s=2e-6), prior.replace(request_s=4e-3)]):
+        assert fit_constants(prior, longer, measured, sigmas, starts=starts).request_s == pytest.approx(5e-3, rel=0.01)
+
+
 def test_a_pair_in_the_wrong_order_counts():
     runs = [run for run in public_runs() if run.engine == "V1" and run.model_name.startswith("meta")]
     same = [

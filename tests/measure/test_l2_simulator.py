@@ -158,6 +158,8 @@ def test_launch_order_is_the_kernels():
     (split,) = build_launches(AttentionShape(BatchShape((8192,), (16,)), num_heads=8, num_kv_heads=2), H200, "prefill")
     assert split.start.tolist()[:2] == [0, 0]
     assert split.start.tolist()[2] == split.end.tolist()[0]
+    # A partial result is a row of float32 values and their log-sum-exp, for each of 16 tokens and 8 query heads.
+    assert (prefill.merge_bytes, split.merge_bytes) == (0, len(split.start) // 2 * 16 * 8 * (128 + 1) * 4)
 
 
 def test_places_are_taken_as_they_become_free():

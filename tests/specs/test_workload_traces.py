@@ -286,3 +286,18 @@ def test_hash_ids_of_a_line_are_kept_as_ranges(tmp_path):
     row = {"timestamp": 0, "input_length": 512 * 5000, "output_length": 1, "hash_ids": list(range(5000))}
     workload = load_workload(write(tmp_path, "h.jsonl", json.dumps(row) + "\n"))
     assert workload.requests[0].prefix_blocks == ((0, 4999),)
+
+
+@pytest.mark.parametrize(("num_ranges", "is_read"), [(4, True), (5, False)])
+def test_ranges_of_a_file_are_limited(tmp_path, monkeypatch, num_ranges, is_read):
+    """Over all lines; ids that do not follow each other are a range each."""
+    monkeypatch.setattr("labkit.specs.trace_rows.MAX_PREFIX_RANGES", 4)
+    ids = [0, 2], list(range(10, 10 + 2 * (num_ranges - 2), 2))
+    rows = [{"timestamp": 0, "input_length": 512 * len(each), "output_length": 1, "hash_ids": each} for each in ids]
+    lines = [json.dumps(row) for row in rows]
+    path = write(tmp_path, "h.jsonl", "\n".join(lines) + "\n")
+    if is_read:
+        assert len(load_workload(path).requests[1].prefix_blocks) == num_ranges - 2
+    else:
+        with pytest.raises(FileFormatError, match="line 2"):
+            load_workload(path)
