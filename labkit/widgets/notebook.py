@@ -50,9 +50,9 @@ def text_table(frame: DataFrame) -> Styler:
     """`frame` as a table of words: from the left, lines broken between words, numbers with three digits."""
 
     def words(value: Any) -> str:
-        if isinstance(value, float):
-            return fmt.count(value) if value.is_integer() else fmt.number(value)
-        return str(value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return str(value)
+        return fmt.count(value) if float(value).is_integer() else fmt.number(value)
 
     left = "text-align: left; white-space: normal; vertical-align: top"
     rules: Any = [{"selector": "th, td", "props": left}]

@@ -39,6 +39,7 @@ class RunEditor:
         self.delete = ipw.Button(description="Delete")
         self.undo = ipw.Button(description="Undo delete", disabled=True)
         self.earlier = ipw.Button(description="Earlier runs")
+        self.earlier.layout.align_self = "flex-start"
         self.deltas = ipw.Checkbox(value=True, description="changes against the baseline", indent=False)
         self.status = TextLine(role="status")
         self.name.observe(self._renamed, "value")

@@ -39,8 +39,10 @@ def test_a_broken_off_loop_and_an_empty_one_end_in_words(shown):
 
 
 def test_a_table_of_words_reads_from_the_left_and_escapes_what_it_holds():
-    frame = pd.DataFrame([["a <b>", 0.123456, 1.0, None]], columns=["text", "rate", "cards", "gone"])
+    frame = pd.DataFrame(
+        [["a <b>", 0.123456, 1.0, None, 89648, True]], columns=["text", "rate", "cards", "gone", "n", "ok"]
+    )
     html = notebook.text_table(frame).to_html()
     assert "text-align: left" in html
     assert "a &lt;b&gt;" in html
-    assert [word in html for word in (">0.123<", ">1<", ">–<")] == [True] * 3
+    assert [word in html for word in (">0.123<", ">1<", ">–<", ">89,648<", ">True<")] == [True] * 5
