@@ -7,7 +7,7 @@ import math
 from labkit.format import count, memory
 from labkit.memory.budget import MAX_CAPTURE_SIZE
 from labkit.memory.capacity import Capacity, judge
-from labkit.memory.card_parts import CardParts, card_constants, card_parts
+from labkit.memory.card_parts import CardParts, card_constants, card_parts, why_eager
 from labkit.memory.explain import DOUBT, binding_limit, card_notes, layout_texts, margin_doubt, rank_details
 from labkit.memory.labkit_rules import blocks_in_pool, check_shares, pool_bytes, pool_tensors
 from labkit.memory.records import MemoryBreakdown, MemoryPlan, Verdict
@@ -49,7 +49,7 @@ def plan_card(
         kv_cache_tokens=capacity.tokens, max_concurrency=capacity.concurrency,
         max_model_len_that_fits=capacity.largest_length, verdict=_verdict(rank, capacity),
         margin_bytes=capacity.margin_bytes, binding_limit=binding_limit(resolved, [rank], 0, capacity),
-        formulas=_formulas(model, resolved, parts, rank, capacity),
+        formulas=_formulas(model, gpu, resolved, parts, rank, capacity),
         notes=(*_doubts(resolved, rank, capacity), *_notes(model, gpu, resolved, parts, calibration)),
         details={
             "ranks": (rank_details(rank),), "binding_rank": 0, "needed_bytes": capacity.needed_bytes,
@@ -158,7 +158,7 @@ def _breakdown(rank: RankPlan, num_blocks: int) -> MemoryBreakdown:
 
 
 def _formulas(
-    model: ModelSpec, config: EngineConfig, parts: CardParts, rank: RankPlan, capacity: Capacity
+    model: ModelSpec, gpu: GpuSpec, config: EngineConfig, parts: CardParts, rank: RankPlan, capacity: Capacity
 ) -> dict[str, str]:
     """Part → formula in words."""
     tables = ", ".join(f"{name} {memory(size)}" for name, size in parts.tables.items() if size)
@@ -170,7 +170,7 @@ def _formulas(
         "activation": f"what is alive at once in a step of {count(config.max_num_batched_tokens)} tokens, or while "
         f"{count(config.max_num_seqs)} rows of {count(model.vocab_size)} logits are sampled = "
         f"{memory(rank.activation_bytes)}",
-        "cuda_graphs": "no graphs"
+        "cuda_graphs": f"no graphs: {why_eager(model, gpu, config) or 'enforce_eager'}"
         if not rank.cuda_graphs_bytes
         else f"one pool of segments for steps of up to {largest} tokens with prompts, and of up to "
         f"{count(min(config.max_num_seqs or 1, MAX_CAPTURE_SIZE))} requests = {memory(rank.cuda_graphs_bytes)}; "

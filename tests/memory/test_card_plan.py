@@ -294,7 +294,11 @@ class TestWords:
     def test_eager_plans_have_no_graphs(self):
         found = plan(load_model("Qwen/Qwen3-0.6B"), CARD, EngineConfig(enforce_eager=True))
         assert found.breakdown.cuda_graphs_bytes == 0
-        assert found.formulas["cuda_graphs"] == "no graphs"
+        assert found.formulas["cuda_graphs"] == "no graphs: enforce_eager"
+
+    def test_experts_without_graphs_say_why(self):
+        found = plan(load_model("Qwen/Qwen3-30B-A3B"), load_gpu("A100-80GB"), EngineConfig())
+        assert "capability 9.0" in found.formulas["cuda_graphs"]
 
     def test_a_card_of_unknown_speed_captures_no_largest_step(self):
         card = GpuSpec("new", 80 * GIB)
