@@ -16,6 +16,7 @@ from labkit.engine.virtual_gpu import Jump, VirtualEngine
 from labkit.errors import DoesNotFitError, OutOfRangeError, UnsupportedError
 from labkit.experiments.card_files import calibration_for, constants_for
 from labkit.experiments.measured_memory import MeasuredMemory
+from labkit.experiments.refusals import does_not_fit
 from labkit.measure.run_record import RequestRow, RunRecord, StepRow
 from labkit.memory import plan as memory_plan
 from labkit.memory.dtypes import compute_dtype
@@ -120,10 +121,7 @@ def virtual_engine(plan: MemoryPlan, constants: StepConstants, seed: int = 0) ->
         DoesNotFitError: the plan has no block, or cannot hold one request of max_model_len.
     """
     if plan.verdict == "does not fit":
-        raise DoesNotFitError(
-            "the plan does not fit", available=f"{plan.kv_cache_tokens} KV tokens",
-            works=f"max_model_len {plan.max_model_len_that_fits}", knob=plan.binding_limit,
-        )  # fmt: skip
+        raise does_not_fit(plan)
     return VirtualEngine(plan, step_time_model(plan, constants), seed=seed)
 
 
