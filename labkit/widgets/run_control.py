@@ -214,7 +214,7 @@ class RunControl:
         self._screen.begin(event["plan"], view)
 
 
-_PHASES = {"load": "loading the weights", "configure": "allocating the KV pool", "run": "running",
+_PHASES = {"load": "starting the worker, loading the weights", "configure": "allocating the KV pool", "run": "running",
            "measure memory": "measuring memory", "simulate": "simulating", "count steps": "counting steps"}  # fmt: skip
 
 
