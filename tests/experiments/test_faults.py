@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from example_runs import example_plan, example_workload
+from fault_runs import check_a_faulty_run
 from faulty_backend import RAISED
 
 from labkit.errors import CancelledError, DoesNotFitError, WorkerError
@@ -18,7 +19,6 @@ from labkit.experiments.worker import Worker
 from labkit.specs import load_gpu
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.model_spec import LayerSpec, ModelSpec
-from labkit.specs.workload import RequestSpec, Workload
 
 TINY = ModelSpec(
     name="tiny", architecture="", model_type="llama", layers=(LayerSpec("full", 2, 1, 32),) * 2, hidden_size=32,
@@ -35,12 +35,6 @@ def session(tmp_path_factory):
         yield session
 
 
-def workload(name: str = "plain") -> Workload:
-    """Two short requests that end early and two long ones."""
-    lengths = (2, 3, 60, 60)
-    return Workload(name, tuple(RequestSpec(0.0, 5 + index, length) for index, length in enumerate(lengths)))
-
-
 FAULTS = {
     "illegal access": (WorkerError, "a kernel read or wrote outside its tensors", "block_size or kv_cache_dtype", True),
     "kill": (WorkerError, r"signal 9 \(SIGKILL\)", "it is restarted", True),
@@ -51,23 +45,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_ends_in_advice_and_the_next_run_works(session, fault):
-    error, words, works, restarts = FAULTS[fault]
-    events = []
-    with pytest.raises(error, match=words) as caught:
-        session.run(workload=workload(f"fault:{fault}@12"), on_event=events.append)
-    assert works in caught.value.works
-    failed = session.records()[-1]
-    assert failed.status == "failed"
-    assert words.replace("\\", "") in failed.error
-    finished = [row for row in failed.requests if row.finish_reason == "length"]
-    assert [row.output_tokens for row in finished] == [2, 3]
-    assert session.store.get(failed.run_id).error == failed.error
-    generation, said = session._runner.worker.generation, []
-    record = session.run(workload=workload(), on_event=said.append)
-    assert record.status == "finished"
-    assert [row.output_tokens for row in record.requests] == [2, 3, 60, 60]
-    assert (session._runner.worker.generation > generation) is restarts
-    assert any("restarted" in event.get("message", "") for event in said) is restarts
+    check_a_faulty_run(session, fault, *FAULTS[fault])
 
 
 def stalling_job(name: str) -> RunJob:

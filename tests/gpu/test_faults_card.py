@@ -11,6 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 
+from fault_runs import check_a_faulty_run, mixed_workload
+
 from labkit.errors import DoesNotFitError, WorkerError
 from labkit.experiments import LabSession
 from labkit.experiments.engine_backend import EngineBackend
@@ -22,7 +24,6 @@ from labkit.memory import plan as make_plan
 from labkit.specs import load_gpu
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.model_spec import LayerSpec, ModelSpec
-from labkit.specs.workload import RequestSpec, Workload
 
 SMALL = ModelSpec(
     name="small", architecture="", model_type="llama",
@@ -44,11 +45,6 @@ def session(tmp_path):
         yield session
 
 
-def workload(name: str = "plain") -> Workload:
-    lengths = (2, 3, 60, 60)
-    return Workload(name, tuple(RequestSpec(0.0, 5 + index, length) for index, length in enumerate(lengths)))
-
-
 FAULTS = {
     "illegal_access": (WorkerError, "a kernel read or wrote outside its tensors", "block_size", True),
     "spin": (WorkerError, f"not answered for {STALL_S:g} s during the run: a kernel hangs", "restarted", True),
@@ -64,28 +60,16 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_run_ends_in_advice_and_the_next_run_works(session, fault):
-    error, words, works, restarts = FAULTS[fault]
-    assert session.run(workload=workload()).status == "finished"
-    generation = session._runner.worker.generation
-    with pytest.raises(error, match=words) as caught:
-        session.run(workload=workload(f"fault:{fault}@12"))
-    assert works in caught.value.works
-    failed = session.records()[-1]
-    assert [row.output_tokens for row in failed.requests if row.finish_reason == "length"] == [2, 3]
-    assert session.store.get(failed.run_id).error == failed.error
-    said = []
-    record = session.run(workload=workload(), on_event=said.append)
-    assert [row.output_tokens for row in record.requests] == [2, 3, 60, 60]
-    assert (session._runner.worker.generation > generation) is restarts
-    assert any("restarted" in event.get("message", "") for event in said) is restarts
+    assert session.run(workload=mixed_workload()).status == "finished"
+    check_a_faulty_run(session, fault, *FAULTS[fault])
 
 
 def test_swap_space_that_the_host_lacks_is_refused_with_what_works(session):
     with pytest.raises(DoesNotFitError, match="no room for the KV of preempted requests") as caught:
-        session.run(workload=workload(), swap_space=4000.0, preemption_mode="swap")
+        session.run(workload=mixed_workload(), swap_space=4000.0, preemption_mode="swap")
     assert caught.value.knob == "swap_space"
     assert "swap_space = " in caught.value.works
-    assert session.run(workload=workload(), swap_space=0.1, preemption_mode="swap").status == "finished"
+    assert session.run(workload=mixed_workload(), swap_space=0.1, preemption_mode="swap").status == "finished"
 
 
 @pytest.mark.parametrize("number", [40, 150, 600])
@@ -97,7 +81,7 @@ def test_memory_that_ends_while_kernels_are_tried_and_captured(number):
     backend = EngineBackend()
     load = {"model": to_plain(SMALL), "source": "", "dtype": "auto", "load_format": "dummy", "device": "cuda"}
     plan = make_plan(SMALL, load_gpu("H200"), CONFIG.replace(enforce_eager=False))
-    run = {"workload": to_plain(workload()), "options": to_plain(RunOptions())}
+    run = {"workload": to_plain(mixed_workload()), "options": to_plain(RunOptions())}
     backend.load(load, lambda event: None, lambda: False)
     with pytest.raises(torch.OutOfMemoryError), FailAt(number):
         backend.configure({"plan": to_plain(plan)}, lambda event: None, lambda: False)
@@ -118,15 +102,15 @@ sys.stdin.read()
 def test_a_card_that_another_process_fills_between_two_runs(session):
     """By now the engine keeps its pool, so the second plan needs more than is left of a card below 144 GiB."""
     whole = {"num_gpu_blocks_override": None}
-    assert session.run(workload=workload()).status == "finished"
+    assert session.run(workload=mixed_workload()).status == "finished"
     other = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(DoesNotFitError, match="another process may hold its memory") as caught:
-            session.run(workload=workload(), gpu_memory_utilization=0.6, **whole)
+            session.run(workload=mixed_workload(), gpu_memory_utilization=0.6, **whole)
         works = float(caught.value.works.removeprefix("gpu_memory_utilization = "))
         assert 0.05 < works < 0.6
-        assert session.run(workload=workload(), gpu_memory_utilization=0.05).status == "finished"
+        assert session.run(workload=mixed_workload(), gpu_memory_utilization=0.05).status == "finished"
     finally:
         other.communicate(b"")
-    assert session.run(workload=workload(), gpu_memory_utilization=0.3, **whole).status == "finished"
+    assert session.run(workload=mixed_workload(), gpu_memory_utilization=0.3, **whole).status == "finished"
