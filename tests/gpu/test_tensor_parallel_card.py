@@ -158,7 +158,7 @@ def test_a_killed_rank_is_named_and_new_ranks_serve(group):
 def test_a_session_outlives_a_killed_rank_and_keeps_what_was_finished(two_cards, tmp_path):
     """The worker ends with its ranks, whatever their kernels wait for, and is started anew."""
     config = EngineConfig(
-        num_gpu_blocks_override=400, max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=256,
+        num_gpu_blocks_override=400, max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=64,
         gpu_memory_utilization=0.1, load_format="dummy", tensor_parallel_size=2,
     )  # fmt: skip
     lengths = (2, 3, 900, 900)
