@@ -1,7 +1,8 @@
 """Decode over a prefix that all sequences share: its keys are read once for the whole batch (cascade attention).
 
-One launch attends all queries of the batch, as rows of one matrix, over the shared blocks; the next attends each
-sequence over its own blocks and adds the shared results by log-sum-exp. On Hopper the second begins beside the first.
+All queries of the batch, as rows of one matrix, attend the shared blocks; each sequence attends its own blocks; the
+results are added by log-sum-exp. One launch does both for 16-bit caches on Hopper (`cascade_launch`). Elsewhere the
+second of two launches adds the results of the first, and on Hopper begins beside it.
 References: `reference.paged_attention`, `reference.merge`.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from labkit_kernels.cascade_launch import launch_cascade
 from labkit_kernels.checks import (
     KernelValueError,
     check_cache,
@@ -23,10 +25,10 @@ from labkit_kernels.checks import (
     check_shape,
 )
 from labkit_kernels.decode_plan import DecodeWorkspace
-from labkit_kernels.heuristics import DecodeConfig, PrefillConfig, num_slots, shared_config
+from labkit_kernels.heuristics import DecodeConfig, PrefillConfig, num_slots, shared_config, shared_splits
 from labkit_kernels.ops import cache_kind, capability, overlaps_launches
-from labkit_kernels.paged_decode import make_workspace, paged_decode
-from labkit_kernels.paged_prefill import MAX_SPLITS, MIN_TILES_OF_SPLIT, launch_prefill
+from labkit_kernels.paged_decode import check_workspace, make_workspace, paged_decode
+from labkit_kernels.paged_prefill import launch_prefill
 from labkit_kernels.scores import Scores
 
 
@@ -93,24 +95,50 @@ def cascade_decode(
     check_out("out", out, q.shape, q.dtype, q.device)
     if q.shape[0] == 0:
         return out
-    # All that the second launch reads before it waits for the first is made before both.
-    scores = scores.with_scales_alike(q.device)
     if workspace is None:
         workspace = make_workspace(q, k_cache, block_tables, scores)
         workspace.plan(own_lens)
+    if _fits_one_launch(q, k_cache, workspace, scores):
+        _one_launch(q, k_cache, v_cache, prefix, block_tables, scores, workspace, config, out, lse)
+        return out
+    # All that the second launch reads before it waits for the first is made before both.
+    scores = scores.with_scales_alike(q.device)
     shared = _attend_shared(q, k_cache, v_cache, prefix, replace(scores, sinks=None), config)
     return paged_decode(
         q, k_cache, v_cache, block_tables, own_lens, scores, workspace=workspace, out=out, lse=lse, shared=shared
     )
 
 
+def _fits_one_launch(q: torch.Tensor, k_cache: torch.Tensor, workspace: DecodeWorkspace, scores: Scores) -> bool:
+    """Whether both parts run as one launch: what has been measured, 16-bit caches on Hopper, heads packed."""
+    native = cache_kind(k_cache) == "native" and k_cache.element_size() == 2 and scores.k_token_scales is None
+    fits = workspace.programs == k_cache.shape[2] and workspace.config.warps == 4 and q.shape[2] <= 128
+    return native and fits and capability(q.device) // 10 == 9
+
+
+def _shared_settings(q: torch.Tensor, k_cache: torch.Tensor, prefix: SharedPrefix, config: PrefillConfig | None):
+    """Settings of the shared part, and into how many shares its keys are cut."""
+    rows = q.shape[0] * (q.shape[1] // k_cache.shape[2])
+    config = config or shared_config(capability(q.device), cache_kind(k_cache), q.shape[2], rows)
+    programs = triton.cdiv(rows, config.rows) * k_cache.shape[2]
+    slots = num_slots(q.device, DecodeConfig(ctas_per_sm=1))
+    return config, shared_splits(triton.cdiv(prefix.length, config.tile), programs, slots)
+
+
+def _one_launch(q, k_cache, v_cache, prefix, block_tables, scores, workspace, config, out, lse) -> None:
+    check_workspace(workspace, q, k_cache, scores, block_tables.shape[0])
+    scores.check(q, k_cache)
+    if lse is not None:
+        check_out("lse", lse, q.shape[:2], torch.float32, q.device)
+    config, splits = _shared_settings(q, k_cache, prefix, config)
+    launch_cascade(
+        q, k_cache, v_cache, prefix.blocks, prefix.length, block_tables, scores, workspace, config, splits, out, lse
+    )  # fmt: skip
+
+
 def _attend_shared(q, k_cache, v_cache, prefix, scores, config):
     """Partial results of all queries over the shared keys: one sequence whose rows all see every key."""
-    group = q.shape[1] // k_cache.shape[2]
-    config = config or shared_config(capability(q.device), cache_kind(k_cache), q.shape[2], q.shape[0] * group)
-    programs = triton.cdiv(q.shape[0] * group, config.rows) * k_cache.shape[2]
-    slots = num_slots(q.device, DecodeConfig(ctas_per_sm=1))
-    splits = max(2, min(slots // programs, triton.cdiv(prefix.length, config.tile) // MIN_TILES_OF_SPLIT, MAX_SPLITS))
+    config, splits = _shared_settings(q, k_cache, prefix, config)
     return launch_prefill(
         q,
         k_cache,
@@ -120,7 +148,7 @@ def _attend_shared(q, k_cache, v_cache, prefix, scores, config):
         prefix.bounds[:2],
         scores,
         config,
-        splits=splits,
+        splits=max(2, splits),
         causal=False,
         trigger=overlaps_launches(q.device),
     )

@@ -8,6 +8,8 @@ made explicit). Items lie longest first, so the card's own scheduler fills the t
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 import triton
 import triton.language as tl
@@ -223,6 +225,11 @@ class DecodeWorkspace:
         scratch = self.max_items * self.programs * self.rows
         self.partial_out = torch.empty(scratch * self.head_dim, dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(scratch, dtype=torch.float32, device=device)
+
+    @cached_property
+    def cascade_counters(self) -> torch.Tensor:
+        """Counters of `cascade_launch`, 0 between launches: two for each KV head, one for each sequence and KV head."""
+        return torch.zeros((self.max_batch + 2) * self.programs, dtype=torch.int32, device=self.meta.device)
 
     @property
     def num_bytes(self) -> int:

@@ -16,6 +16,8 @@ from labkit_kernels.checks import KernelValueError
 
 TABLE = "heuristics.json"
 INTERPRETER_SLOTS = 8
+# Shares of keys: how many at most, of how many tiles at least, and in a shared prefix at most where the card has room.
+MAX_SPLITS, MIN_TILES_OF_SPLIT, MAX_TILES_OF_SHARE = 32, 4, 44
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,15 @@ def shared_config(arch: int, kv_kind: str, head_dim: int, rows: int) -> PrefillC
     """Settings for the shared part of a cascade: small enough to lie beside the programs of the own part."""
     rules = _table()["architectures"][_family(arch)]["shared"]
     return _config(PrefillConfig, _first_match(rules, {"kv": kv_kind, "head_dim": head_dim, "rows": rows}))
+
+
+def shared_splits(tiles: int, programs: int, sm_count: int) -> int:
+    """Shares of a shared prefix of `tiles` tiles that `programs` (row blocks × KV heads) attend, beside the own part.
+
+    One for each multiprocessor; more, up to two, where a share would else take so many tiles that it ends last.
+    """
+    enough = max(sm_count // programs, min(-(-tiles // MAX_TILES_OF_SHARE), 2 * sm_count // programs))
+    return max(1, min(enough, tiles // MIN_TILES_OF_SPLIT, MAX_SPLITS))
 
 
 def num_slots(device: torch.device, config: DecodeConfig) -> int:

@@ -57,7 +57,7 @@ def _softmax_step(s, m, sums, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _attend(
+def attend(
     q, limit, k_base, v_base, k_tokens, v_tokens, table, start, end, qk_scale, softcap, window, fence,
     k_stride_block, k_stride_slot, v_stride_block, v_stride_slot, ts_stride_block, ts_stride_slot,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
@@ -125,7 +125,7 @@ def _attend_words(
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr, EVICT: tl.constexpr, SAME_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """`_attend` over an 8-bit cache read as words; q is four tiles of every fourth head dimension."""
+    """`attend` over an 8-bit cache read as words; q is four tiles of every fourth head dimension."""
     q0, q1, q2, q3 = q
     offs = tl.arange(0, TILE)
     w = tl.arange(0, DP // 4)
@@ -168,7 +168,7 @@ def _attend_words(
 
 
 @triton.jit
-def _query(
+def query_rows(
     q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND: tl.constexpr, HEADS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, SWAP: tl.constexpr, FIRST: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
@@ -189,10 +189,10 @@ def _query_words(
     D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Query rows as four tiles, as `unpack` gives the keys."""
-    q0 = _query(q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND, HEADS, D, DP, False, 0, 4)
-    q1 = _query(q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND, HEADS, D, DP, False, 1, 4)
-    q2 = _query(q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND, HEADS, D, DP, False, 2, 4)
-    q3 = _query(q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND, HEADS, D, DP, False, 3, 4)
+    q0 = query_rows(q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND, HEADS, D, DP, False, 0, 4)
+    q1 = query_rows(q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND, HEADS, D, DP, False, 1, 4)
+    q2 = query_rows(q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND, HEADS, D, DP, False, 2, 4)
+    q3 = query_rows(q, q_start, q_head, rows, valid, q_stride_token, q_stride_head, KIND, HEADS, D, DP, False, 3, 4)
     return q0, q1, q2, q3
 
 
@@ -288,10 +288,10 @@ def _decode_kernel(
             WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP, N, TILE, BLOCK_SIZE, STAGES, EVICT, SAME_STRIDES,
         )  # fmt: skip
     else:
-        queries = _query(
+        queries = query_rows(
             q, q_start, program * HEADS, r, r < rows, q_stride_token, q_stride_head, KIND, HEADS, D, DP, SWAP, 0, 1
         )
-        acc, m, total = _attend(
+        acc, m, total = attend(
             queries, limit, k_base, v_base, ks_base, vs_base, table, start, end, qk_scale, softcap, window,
             tl.full([], fence, tl.float16), k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
             ts_stride_block, ts_stride_slot, WINDOW, SOFTCAP, TOKEN_SCALES, KIND, ASM, D, DP, N, TILE, BLOCK_SIZE, SWAP,
@@ -322,7 +322,11 @@ def _decode_kernel(
             )  # fmt: skip
 
 
-def _check_workspace(workspace: DecodeWorkspace, q: torch.Tensor, k_cache: torch.Tensor, scores: Scores) -> None:
+def check_workspace(
+    workspace: DecodeWorkspace, q: torch.Tensor, k_cache: torch.Tensor, scores: Scores, num_seqs: int | None
+) -> None:
+    """Raises KernelValueError or KernelTypeError unless the workspace was made for such a call; num_seqs: sequences
+    that have equally many query tokens, None where they have not."""
     wanted = (workspace.num_q_heads, workspace.num_kv_heads, workspace.head_dim)
     given = (q.shape[1], k_cache.shape[2], q.shape[2])
     if wanted != given:
@@ -331,6 +335,11 @@ def _check_workspace(workspace: DecodeWorkspace, q: torch.Tensor, k_cache: torch
         raise KernelValueError(f"the workspace was planned for window {workspace.window}; the call has {scores.window}")
     if workspace.kv_dtype != k_cache.dtype:
         raise KernelTypeError(f"the workspace is for KV dtype {workspace.kv_dtype}; the cache has {k_cache.dtype}")
+    if num_seqs is not None and q.shape[0] != num_seqs * workspace.query_len:
+        raise KernelValueError(
+            f"q has {q.shape[0]} tokens; {num_seqs} sequences of {workspace.query_len} tokens have "
+            f"{num_seqs * workspace.query_len}"
+        )
 
 
 def paged_decode(
@@ -372,12 +381,7 @@ def paged_decode(
             raise KernelValueError("query_start_loc needs a workspace made with the largest query_len")
         workspace = make_workspace(q, k_cache, block_tables, scores)
         workspace.plan(seq_lens)
-    _check_workspace(workspace, q, k_cache, scores)
-    if query_start_loc is None and q.shape[0] != batch * workspace.query_len:
-        raise KernelValueError(
-            f"q has {q.shape[0]} tokens; {batch} sequences of {workspace.query_len} tokens have "
-            f"{batch * workspace.query_len}"
-        )
+    check_workspace(workspace, q, k_cache, scores, batch if query_start_loc is None else None)
     _launch(q, k_cache, v_cache, block_tables, seq_lens, scores, workspace, query_start_loc, out, lse, shared)
     return out
 

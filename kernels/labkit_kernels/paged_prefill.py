@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 
 from labkit_kernels.checks import KernelValueError, check_cache, check_lengths, check_out
-from labkit_kernels.heuristics import DecodeConfig, PrefillConfig, num_slots, prefill_config
+from labkit_kernels.heuristics import (
+    MAX_SPLITS,
+    MIN_TILES_OF_SPLIT,
+    DecodeConfig,
+    PrefillConfig,
+    num_slots,
+    prefill_config,
+)
 from labkit_kernels.merge import Partials, merge_splits, store_partial
 from labkit_kernels.ops import (
     block_ids,
@@ -25,9 +32,6 @@ from labkit_kernels.ops import (
 )
 from labkit_kernels.scores import Scores, finish_rows, score_arguments
 from labkit_kernels.sizes import next_power_of_2
-
-MIN_TILES_OF_SPLIT = 4
-MAX_SPLITS = 32
 
 
 @triton.jit
@@ -68,7 +72,7 @@ def _tile_scores(
 
 
 @triton.jit
-def _attend_tiles(
+def attend_tiles(
     acc, m, total, q, limit, k_base, v_base, k_tokens, v_tokens, table, start, end, qk_scale, softcap, window, fence,
     k_stride_block, k_stride_slot, v_stride_block, v_stride_slot, ts_stride_block, ts_stride_slot,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALES: tl.constexpr,
@@ -196,7 +200,7 @@ def _prefill_kernel(
     total = tl.zeros([ROWS], tl.float32)
     for part in tl.static_range(2):
         if part == 1 or not WINDOW:
-            acc, m, total = _attend_tiles(
+            acc, m, total = attend_tiles(
                 acc, m, total, queries, limit, k_cache + kv_head * k_stride_head, v_cache + kv_head * v_stride_head,
                 k_tokens + kv_head * ts_stride_head, v_tokens + kv_head * ts_stride_head,
                 block_tables + seq.to(tl.int64) * table_stride, start if part == 0 else masked_from,

@@ -185,7 +185,7 @@ def _row_programs(
 
 def _cascade(shape: AttentionShape, gpu: GpuSpec, programs_per_sm: int | None) -> tuple[Programs, Programs]:
     """The shared part, whose rows all see every shared key, and each sequence's own part beside it."""
-    from labkit_kernels.heuristics import shared_config
+    from labkit_kernels.heuristics import shared_config, shared_splits
 
     shared, num_tokens = shape.shared_tokens, sum(shape.batch.query_lens)
     if not 0 < shared < min(shape.batch.context_lens) or shape.window is not None:
@@ -197,9 +197,7 @@ def _cascade(shape: AttentionShape, gpu: GpuSpec, programs_per_sm: int | None) -
     config = shared_config(_capability(gpu), shape.kv_kind, shape.head_dim, num_tokens * shape.group)
     blocks = -(-num_tokens * shape.group // config.rows)
     sm_count = gpu.sm_count or 1
-    splits = max(
-        2, min(sm_count // (blocks * shape.num_kv_heads), -(-shared // config.tile) // MIN_TILES_OF_SPLIT, MAX_SPLITS)
-    )
+    splits = shared_splits(-(-shared // config.tile), blocks * shape.num_kv_heads, sm_count)
     rows = (np.full(blocks, -1), np.zeros(blocks, dtype=np.int64), np.full(blocks, shared))
     slots = sm_count * _resident(gpu, config.stages, config.tile, shape.head_bytes, config.warps, programs_per_sm)
     own = _decode(shape, gpu, "full", np.full(len(shape.batch.context_lens), shared), programs_per_sm)

@@ -13,15 +13,16 @@ from labkit_kernels import rope_write
 from labkit_kernels.cascade import SharedPrefix, cascade_decode
 from labkit_kernels.grid import prefill_cases
 from labkit_kernels.kv_write import KVTarget
-from labkit_kernels.paged_decode import paged_decode
+from labkit_kernels.paged_decode import make_workspace, paged_decode
 from labkit_kernels.paged_prefill import paged_prefill
-from labkit_kernels.reference import dequantise, rms_norm, rope
+from labkit_kernels.reference import dequantise, paged_attention, rms_norm, rope
 from labkit_kernels.rope_write import Rotary, rope_and_write
 from labkit_kernels.teaching import VARIANTS, variant_workspace
 from labkit_kernels.testing import CaseSpec, difference, make_case
 
 SHARED = {
     "plain": {},
+    "sinks, soft cap": {"sinks": True, "softcap": 10.0},
     "sinks, soft cap, int8": {"sinks": True, "softcap": 10.0, "kv_dtype": torch.int8},
     "scale for each head": {"kv_dtype": torch.float8_e4m3fn, "scale_tensors": True},
     "token scales": {"kv_dtype": torch.int8, "token_scales": True},
@@ -41,6 +42,46 @@ def test_cascade_equals_reference(name):
         lse=lse,
     )  # fmt: skip
     found = difference(out, lse, case.answer)
+    assert found.within(8e-3), found
+
+
+@pytest.mark.parametrize("batch", [1, 2, 40, 200])
+def test_cascade_replays_with_changed_lengths(batch):
+    """One launch for rows of one and of many blocks; a graph follows new own lengths, 0 among them."""
+    generator = torch.Generator().manual_seed(batch)
+    shared, most = 160 * 16, 700
+    lens = torch.randint(0, most + 1, (batch,), generator=generator)
+    lens[0] = most
+    spec = CaseSpec(tuple((lens + shared).tolist()), shared_blocks=160, head_dim=128, dtype=torch.bfloat16)
+    case = make_case(spec, "cuda")
+    prefix = SharedPrefix.make(case.block_tables[0, :160].contiguous(), shared, batch)
+    tables, own = case.block_tables[:, 160:].contiguous(), (case.seq_lens - shared).clone()
+    workspace = make_workspace(case.q, case.k_cache, tables, case.scores)
+    lse, out = torch.empty(case.q.shape[:2], device="cuda"), torch.empty_like(case.q)
+    args = (case.q, case.k_cache, case.v_cache, prefix, tables, own, case.scores)
+
+    def step():
+        workspace.plan(own)
+        cascade_decode(*args, workspace=workspace, out=out, lse=lse)
+
+    step()
+    found = difference(out, lse, case.answer)
+    assert found.within(8e-3), found
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    first = out.clone()
+    for lengths in ((case.seq_lens - shared) // 2, case.seq_lens - shared):
+        own.copy_(lengths)
+        graph.replay()
+    assert torch.equal(out, first)
+    assert not workspace.cascade_counters.any()
+    own.copy_((case.seq_lens - shared) // 2)
+    graph.replay()
+    answer = paged_attention(
+        case.q, case.k_cache, case.v_cache, case.block_tables, own + shared, scale=case.scores.scale
+    )
+    found = difference(out, lse, answer)
     assert found.within(8e-3), found
 
 

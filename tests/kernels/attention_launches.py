@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 
 import torch
-from labkit_kernels import kv_write, paged_decode, paged_prefill
+from labkit_kernels import cascade, cascade_launch, kv_write, paged_decode, paged_prefill
 from labkit_kernels.compile_check import CompileReport, compile_report, record_launch
 from labkit_kernels.heuristics import decode_config, prefill_config
 from labkit_kernels.scores import Scores
@@ -44,6 +44,19 @@ def prefill_report(arch: int, rows: int) -> CompileReport:
     return compile_report(launch, arch)
 
 
+def cascade_report(arch: int, batch: int) -> CompileReport:
+    cache = torch.zeros(9, 16, 8, 128, dtype=BF16)
+    q = torch.zeros(batch, 32, 128, dtype=BF16)
+    tables, lens = torch.zeros(batch, 4, dtype=torch.int32), torch.ones(batch, dtype=torch.int32)
+    prefix, scores = cascade.SharedPrefix.make(torch.zeros(512, dtype=torch.int32), 8192, batch), Scores(scale=0.1)
+    workspace = paged_decode.make_workspace(q, cache, tables, scores)
+    launch = record_launch(
+        cascade_launch, "_cascade_decode_kernel",
+        lambda: cascade.cascade_decode(q, cache, cache, prefix, tables, lens, scores, workspace=workspace),
+    )  # fmt: skip
+    return compile_report(launch, arch)
+
+
 def write_report(arch: int) -> CompileReport:
     cache = torch.zeros(9, 16, 8, 128, dtype=torch.uint8)
     key = torch.zeros(3, 8, 128, dtype=BF16)
@@ -61,6 +74,7 @@ CASES = {
     "decode 80 e4m3 bits": lambda: decode_report(80, torch.uint8),
     "decode 80 bf16": lambda: decode_report(80, BF16),
     "decode 89 fp8": lambda: decode_report(89, FP8),
+    "cascade 90": lambda: cascade_report(90, 32),
     "prefill 90": lambda: prefill_report(90, 4096),
     "prefill 80": lambda: prefill_report(80, 4096),
     "write 80 e4m3 bits": lambda: write_report(80),

@@ -62,6 +62,16 @@ def test_as_many_programs_of_decode_fit_a_hopper_multiprocessor_as_the_plan_coun
     assert fp8["registers"] <= 128
 
 
+def test_two_programs_of_a_cascade_fit_a_hopper_multiprocessor():
+    """1 KB of a program's shared memory is the system's."""
+    report = reports()["cascade 90"]
+    assert report["spill_bytes"] == 0
+    assert 2 * (report["shared_bytes"] + 1024) <= 228 * 1024
+    assert report["wide_async_copies"] == report["async_copies"] > 0
+    assert report["wgmma"] > 0
+    assert report["mma"] == 0
+
+
 @pytest.mark.parametrize("arch", [90, 80])
 def test_prefill_code(arch):
     report = reports()[f"prefill {arch}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
-from labkit_kernels import rope_write
+from labkit_kernels import cascade, rope_write
 from labkit_kernels.cascade import SharedPrefix, cascade_decode
 from labkit_kernels.decode_plan import DecodeWorkspace
 from labkit_kernels.grid import decode_cases, prefill_cases, quantised_cases
@@ -107,6 +108,40 @@ def test_cascade():
     )
     found = difference(out, lse, case.answer)
     assert found.within(2e-3), found
+
+
+ONE_LAUNCH = {
+    "two query tokens, sinks": CaseSpec((300, 310, 301), (2, 2, 2), sinks=True),
+    "own part split, group 7, soft cap": CaseSpec((300, 310, 1100), q_heads=7, kv_heads=1, softcap=9.0),
+    "nothing of their own": CaseSpec((272, 272)),
+    "a scale for each head": CaseSpec((275, 310), scale_tensors=True, head_dim=80),
+    "more rows than a program takes": CaseSpec((280, 300, 310), q_heads=32, kv_heads=1),
+}
+
+
+@pytest.mark.parametrize("name", ONE_LAUNCH)
+def test_cascade_in_one_launch(name, monkeypatch):
+    """The same bits when repeated, counters back at 0, and no other launch; the prefix in 3 shares, the last uneven."""
+    monkeypatch.setattr(cascade, "launch_prefill", None)
+    monkeypatch.setattr(cascade, "shared_splits", lambda *_: 3)
+    case = make_case(replace(ONE_LAUNCH[name], shared_blocks=17))
+    prefix = SharedPrefix.make(case.block_tables[0, :17].contiguous(), 272, case.q.shape[0])
+    tables = torch.cat([case.block_tables[:, 17:], torch.zeros(len(case.seq_lens), 1, dtype=torch.int32)], 1)
+    lens = case.seq_lens - 272
+    workspace = make_workspace(case.q, case.k_cache, tables, case.scores)
+    workspace.plan(lens)
+    assert (int(workspace.meta[0]) > len(lens)) == ("split" in name)
+    results = []
+    for _ in range(2):
+        out, lse = torch.full_like(case.q, float("nan")), torch.full(case.q.shape[:2], float("nan"))
+        cascade_decode(
+            case.q, case.k_cache, case.v_cache, prefix, tables, lens, case.scores, workspace=workspace, out=out, lse=lse
+        )
+        found = difference(out, lse, case.answer)
+        assert found.within(2e-3), found
+        assert not workspace.cascade_counters.any()
+        results.append(out)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from labkit_kernels.heuristics import shared_splits
 from labkit_kernels.reference import attend, dequantise, merge, paged_attention, quantise, rope
 
 
@@ -69,3 +70,21 @@ def test_rope_turns_by_the_angle():
     cos_sin = torch.tensor([[math.cos(0.7), math.sin(0.7)]]).double()
     turned = rope(x, torch.tensor([0]), cos_sin)
     torch.testing.assert_close(turned, torch.tensor([[[math.cos(0.7), math.sin(0.7)]]]).double())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "row_blocks", "shares"),
+    [
+        (8192, 2, 8),
+        (8192, 4, 4),
+        (32768, 2, 12),
+        (32768, 8, 4),
+        (8192, 1, 16),
+        (131072, 1, 32),
+        (512, 2, 2),
+        (64, 2, 1),
+    ],
+)
+def test_shares_of_a_shared_prefix(tokens, row_blocks, shares):
+    """132 multiprocessors, 8 KV heads: a program each, a second where a share were longer than 44 tiles; never none."""
+    assert shared_splits(tokens // 64, 8 * row_blocks, 132) == shares
