@@ -71,7 +71,9 @@ def variant(name: str, block_size: int) -> None:
     paged_decode(inputs.q, inputs.k, inputs.v, inputs.tables, inputs.lens, scores, workspace=workspace)
 
 
-def tasks(decode_rows: list[tuple[Shape, str, int]], writes: list[tuple[str, int]], batch: int) -> list[Callable]:
+def tasks(
+    decode_rows: list[tuple[Shape, str, int]], writes: list[tuple[str, int]], prefixes: list[tuple[int, int]]
+) -> list[Callable]:
     """Calls without arguments, the slowest compilers first; rows that compile to the same are there once.
 
     The plan is compiled for each batch, the attention for each block size and for small and large batches.
@@ -85,7 +87,7 @@ def tasks(decode_rows: list[tuple[Shape, str, int]], writes: list[tuple[str, int
         *(partial(flashinfer, kv, tensor_cores) for kv in ("bf16", "fp8") for tensor_cores in (True, False)),
         partial(prefill, PREFILL[-1]),
         *distinct.values(),
-        partial(first_shared_call, None, batch),
+        *(partial(first_shared_call, None, batch, shared) for batch, shared in prefixes),
         *(partial(write, *row) for row in writes),
         *(partial(variant, name, size) for name in VARIANTS[1:] for size in (16, 32, 64, 128)),
     ]

@@ -111,11 +111,23 @@ def shared_variants() -> list[PrefillConfig]:
     return [PrefillConfig(rows, tile, warps, stages, tile, stages) for rows, tile, warps, stages in settings]
 
 
+def shared_inputs(pool: Pool, batch: int, shared: int, own: int) -> Inputs:
+    """Sequences of `own` tokens each after the same `shared` tokens, in shuffled blocks of 16."""
+    first, each = shared // 16, own // 16
+    total = first + batch * each
+    k, v = pool.take(torch.bfloat16, (total, 16, 8, 128))
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    tables = torch.cat([order[:first].expand(batch, first), order[first:].view(batch, each)], 1)
+    q = torch.randn(batch, 32, 128, device="cuda", dtype=torch.bfloat16)
+    lens = torch.full((batch,), shared + own, dtype=torch.int32, device="cuda")
+    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    return Inputs(Shape("shared", (shared + own,) * batch), 16, q, k, v, tables.cuda(), lens, starts)
+
+
 def shared_call(pool: Pool, config: PrefillConfig | None, batch: int, shared: int, own: int):
     """A cascade over a prefix of `shared` tokens, and the plain kernel on the same tables."""
-    inputs = make_inputs(Shape("shared", (shared + own,) * batch), 16, torch.bfloat16, pool)
+    inputs = shared_inputs(pool, batch, shared, own)
     blocks = shared // 16
-    inputs.tables[:, :blocks] = inputs.tables[0, :blocks]
     scores = Scores(scale=inputs.shape.head_dim**-0.5)
     own_tables = inputs.tables[:, blocks:]
     own_lens = torch.full((batch,), own, dtype=torch.int32, device="cuda")
@@ -127,9 +139,10 @@ def shared_call(pool: Pool, config: PrefillConfig | None, batch: int, shared: in
     return (lambda: cascade_decode(*args, workspace=workspace, out=out, config=config)), decode_call(inputs, None)[1]
 
 
-def first_shared_call(config: PrefillConfig | None, batch: int = 32) -> None:
-    """Compiles both launches of a cascade as they are for a long prefix."""
-    shared_call(Pool(POOL_ELEMENTS), config, batch, 8192, 64)[0]()
+def first_shared_call(config: PrefillConfig | None, batch: int = 32, shared: int = 8192) -> None:
+    """Compiles a cascade as it is for a long prefix, and the plain kernel."""
+    for call in shared_call(Pool(2**27), config, batch, shared, 64):
+        call()
 
 
 def first_call(kv: str, config: DecodeConfig | PrefillConfig, block_size: int) -> None:
