@@ -46,6 +46,7 @@ class StepConstants:
         lag_steps: steps that a new request waits because they were queued before (asynchronous scheduling).
         host_link_bytes_per_s: between card and host memory.
         correction: one factor over the whole step, 1 until calibrated.
+        sustained_factor: the same, of products that are bound by compute: cards slow down at their power limit.
         prompt_factor_8bit: products of prompt attention over an 8-bit cache, over those of a 16-bit one.
         products: measured seconds of 16-bit products as (outputs and inputs of the matrix, rows, seconds); empty where
             only the shares above are known.
@@ -87,6 +88,7 @@ class StepConstants:
     correction: float = 1.0
     eager_prompt_layer_s: float = 0.0
     product_factor: float = 1.0
+    sustained_factor: float = 1.0
     prompt_factor_8bit: float = 1.0
     products: tuple[tuple[float, float, float, float], ...] = ()
     interval_low: float = 0.5

@@ -27,6 +27,8 @@ from labkit.engine.step_cost import Matrix, MatrixCost, StepCost
 from labkit.specs.gpu_spec import GpuSpec
 
 _SHARPNESS, _TINY = 5, 1e-300
+# Products at this share of the peak are as slow beside short measurements as they get.
+_BUSY_SHARE = 0.7
 _VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 _VLLM_GRAPHS = LaunchRules(_VLLM_SIZES, _VLLM_SIZES)
 _WIDE_FORMATS = ("16bit", "32bit", "awq", "gptq", "int4", "gguf")
@@ -240,7 +242,11 @@ class StepTimeModel:
         curve = head if is_head else dense
         inside = np.exp(np.interp(np.log(np.maximum(tokens, 1.0)), np.log(rows), np.log(np.maximum(curve, 1e-12))))
         # Beyond the largest measured step products are bound by compute: in proportion to the rows.
-        return np.where(tokens > 0, inside * np.maximum(1.0, tokens / rows[-1]), 0.0) * self.constants.product_factor
+        seconds = np.where(tokens > 0, inside * np.maximum(1.0, tokens / rows[-1]), 0.0)
+        # A card at work for long cannot keep the clocks of a short measurement: the more of its peak, the less.
+        reached = 2 * matrix.num_elements * tokens / (self._peak("16bit")[0] * np.maximum(seconds, _TINY))
+        busy = np.minimum(1.0, reached / _BUSY_SHARE) ** 2
+        return seconds * self.constants.product_factor * (1 + (self.constants.sustained_factor - 1) * busy)
 
     @cached_property
     def _curves(self) -> tuple[Array, Array, Array] | None:

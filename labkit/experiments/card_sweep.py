@@ -134,15 +134,19 @@ def second_model_runs() -> list[SweepRun]:
     """The same of a larger model, whose first run calibrates it."""
     roomy = {"gpu_memory_utilization": 0.3}
     others: list[tuple[dict[str, Any], Mapping[str, Any]]] = [
-        ({**roomy, "max_num_seqs": 96, "max_num_batched_tokens": 1024}, _MIDDLE),
-        ({**roomy, "max_num_seqs": 48, "kv_cache_dtype": "fp8", "block_size": 32}, _MIDDLE),
-        ({**roomy, "max_num_seqs": 64, "num_gpu_blocks_override": 330}, GROWING),
-        ({**roomy, "max_num_seqs": 64}, {"num_requests": 64, "arrivals": "poisson:30"}),
-        ({**roomy, "max_num_seqs": 16, "max_num_batched_tokens": 4096}, {**_LONGER, "num_requests": 24}),
+        ({**roomy, "max_num_seqs": 80, "max_num_batched_tokens": 1536}, _MIDDLE),
+        ({**roomy, "max_num_seqs": 40, "kv_cache_dtype": "fp8"}, {**_LONGER, "num_requests": 30}),
+        ({**roomy, "max_num_seqs": 72, "num_gpu_blocks_override": 360}, GROWING),
+        ({**roomy, "max_num_seqs": 48}, {"num_requests": 80, "arrivals": "poisson:40"}),
+        (
+            {**roomy, "max_num_seqs": 24, "max_num_batched_tokens": 4096, "block_size": 32},
+            {**_MIDDLE, "num_requests": 48},
+        ),
+        ({**roomy, "max_num_seqs": 8}, {"num_requests": 16}),
     ]
     return [
-        SweepRun("second model calibrates", roomy, 200, {"num_requests": 64}, LARGE_MODEL),
-        *(SweepRun("second model", point, 201 + index, traffic, LARGE_MODEL)
+        SweepRun("second model calibrates", roomy, 400, {"num_requests": 64}, LARGE_MODEL),
+        *(SweepRun("second model", point, 401 + index, traffic, LARGE_MODEL)
           for index, (point, traffic) in enumerate(others)),
     ]  # fmt: skip
 

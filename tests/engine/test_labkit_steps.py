@@ -9,7 +9,7 @@ import pytest
 
 from labkit.engine.launch_rules import labkit_rules, vllm_launch_rules
 from labkit.engine.step_constants import load_constants
-from labkit.engine.step_cost import step_cost
+from labkit.engine.step_cost import Matrix, MatrixCost, step_cost
 from labkit.engine.step_time import StepLoad, StepTimeModel
 from labkit.specs import load_gpu, load_model
 from labkit.specs.engine_config import EngineConfig
@@ -74,3 +74,19 @@ def test_prompts_over_an_8_bit_cache_take_longer_by_their_products():
     )
     assert gained == pytest.approx(products)
     assert model_of(prompt_factor_8bit=2.0).seconds(work(1000, 0, 1)) == model_of().seconds(work(1000, 0, 1))
+
+
+def test_products_near_the_peak_slow_down_and_those_that_read_do_not():
+    # One matrix: 1 µs at one row, and at 8,192 rows 0.8 of an H200's 989 TFLOP/s.
+    size, rows = 4096.0, 8192.0
+    products = ((size, size, 1.0, 1e-6), (size, size, rows, 2 * size * size * rows / 0.8 / H200.bf16_flops))
+    dense = MatrixCost(2 * size * size, size * size)
+    short, long = (
+        dataclasses.replace(
+            model, cost=dataclasses.replace(model.cost, dense=dense, matrices=(Matrix(size, size, 1, False),))
+        )
+        for model in (model_of(products=products, sustained_factor=factor) for factor in (1.0, 1.25))
+    )
+    for tokens, slower in ((rows, 1.25), (1.0, 1.0)):
+        before, after = (model._products(dense, np.array([tokens]), is_head=False)[0] for model in (short, long))
+        assert after == pytest.approx(slower * before, rel=0.01)
