@@ -282,7 +282,9 @@ class CudaExecutor:
                 spare.clear()
             give_back(self._device)
             costs = self._costs(plan, form)
-            workspace = self._workspace_bytes() + form.staged_bytes(_swap_blocks(plan, form))
+            # Kernels are loaded when they are first launched, some of them after the pool is taken.
+            workspace = max(self._workspace_bytes(), self._measured.library_bytes + card_constants().modules_bytes)
+            workspace += form.staged_bytes(_swap_blocks(plan, form))
             self.budget_parts = {
                 "weights": self._weights_bytes, "block_tables": costs.tables_bytes,
                 "activation": costs.activation_bytes, "cuda_graphs": costs.graphs_bytes, "workspace": workspace,
@@ -372,9 +374,8 @@ class CudaExecutor:
         for stream in (torch.cuda.current_stream(self._device), self._stream):
             with torch.cuda.stream(stream):
                 some = torch.zeros(16, 16, dtype=self._decoder.dtype, device=self._device)
-                torch.mm(some, some)
+                some = some.mm(some)
         torch.cuda.synchronize(self._device)
-        del some
         self._measured.library_bytes += max(0, look_at(self._device).allocated_bytes - before)
 
     def _peak(self, trial: _Allocated, plan: MemoryPlan) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 
-from labkit.memory.caching_allocator import CachingAllocator, PeakMeter
+from labkit.memory.caching_allocator import SMALL_SEGMENT_BYTES, CachingAllocator, PeakMeter
 from labkit.memory.dtypes import ELEMENT_BYTES, compute_dtype, kv_format
 from labkit.memory.kernel_settings import architecture, attention_settings, sm_count
 from labkit.memory.kv_layout import KvLayout, build_layout
@@ -51,7 +51,7 @@ class CardConstants:
         context_bytes: in use before the engine allocates: CUDA context, what made the weights.
         context_tp_bytes: the same with more than one card (NCCL).
         workspace_bytes: of the matrix library, inside torch, for each of the two streams that it runs on.
-        modules_bytes: kernels that the driver loads when they are first launched.
+        modules_bytes: kept free for kernels, which the driver loads when they are first launched: at any time.
         graph_driver_bytes: what the driver keeps for one captured graph.
         launch_s: the host's time for one kernel launch from Python.
         flops_share: of the data sheet's FLOP/s that the largest step of a small model reaches.
@@ -225,22 +225,23 @@ def graphs_bytes(facts: StepModel, largest: bool) -> tuple[int, int]:
     keeps something for each beside it.
     """
     prompts, decodes = (shapes[::-1] for shapes in graph_shapes(facts.config, largest=largest))
-    driver = (len(prompts) + len(decodes)) * card_constants().graph_driver_bytes
-    held = _pool_bytes(facts, [*prompts, *decodes[:2]])
-    return held + driver, _pool_bytes(facts, [*prompts[:2], *decodes[:2]]) + driver
+    all_held, first_held = [*prompts, *decodes[:2]], [*prompts[:2], *decodes[:2]]
+    each, count = card_constants().graph_driver_bytes, len(prompts) + len(decodes)
+    held, first = _pool_bytes(facts, all_held), _pool_bytes(facts, first_held)
+    return held + count * each, first + (count - len(first_held)) * each
 
 
 def _pool_bytes(facts: StepModel, shapes: list[StepShape]) -> int:
-    """Segments that graphs of `shapes`, captured in this order, share."""
+    """Segments that graphs of `shapes`, captured in this order, share; one more is the capture's own."""
     allocator = CachingAllocator()
     buffers = StepBuffers(facts, allocator)
     for shape in shapes:
         buffers.run(shape)
-    return allocator.segment_bytes
+    return allocator.segment_bytes + SMALL_SEGMENT_BYTES
 
 
 def library_bytes() -> int:
-    """What libraries take in the first engine of a process: workspaces of both streams, and loaded kernels."""
+    """What the engine charges for libraries: workspaces of both streams, and kernels that are or will be loaded."""
     constants = card_constants()
     return NUM_STREAMS * constants.workspace_bytes + constants.modules_bytes
 
