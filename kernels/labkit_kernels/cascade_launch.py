@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from labkit_kernels.decode_plan import DecodeWorkspace
+from labkit_kernels.decode_plan import DecodeWorkspace, read_item
 from labkit_kernels.heuristics import PrefillConfig
 from labkit_kernels.merge import fold_partials, store_partial
 from labkit_kernels.ops import cache_kind
@@ -173,13 +173,7 @@ def _cascade_decode_kernel(
         at = (at - shared_items) // KV_HEADS
         item = at % own_items
         num_items = tl.load(meta)
-        seq = tl.load(items + item)
-        start = tl.load(items + max_items + item)
-        end = tl.load(items + 2 * max_items + item)
-        seq_len = tl.load(items + 3 * max_items + item)
-        first = tl.load(items + 4 * max_items + item)
-        count = tl.load(items + 5 * max_items + item)
-        index = tl.load(items + 6 * max_items + item)
+        seq, start, end, seq_len, first, count, index = read_item(items, max_items, item)
         if item < num_items:
             if at < own_items:
                 _attend_own(

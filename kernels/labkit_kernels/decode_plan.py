@@ -110,6 +110,19 @@ def _write_item(items, max_items, at, seq, start, end, length, first, count, ind
 
 
 @triton.jit
+def read_item(items, max_items, at):
+    """The fields of a work item, as `_write_item` wrote them."""
+    seq = tl.load(items + at)
+    start = tl.load(items + max_items + at)
+    end = tl.load(items + 2 * max_items + at)
+    length = tl.load(items + 3 * max_items + at)
+    first = tl.load(items + 4 * max_items + at)
+    count = tl.load(items + 5 * max_items + at)
+    index = tl.load(items + 6 * max_items + at)
+    return seq, start, end, length, first, count, index
+
+
+@triton.jit
 def _write_items(
     items, max_items, tiles, base, length, chunk, batch,
     TILE: tl.constexpr, BLOCK: tl.constexpr, BUCKETS: tl.constexpr,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from labkit_kernels.checks import KernelTypeError, KernelValueError, check_cache, check_lengths, check_out
-from labkit_kernels.decode_plan import DecodeWorkspace
+from labkit_kernels.decode_plan import DecodeWorkspace, read_item
 from labkit_kernels.merge import Partials, fold_partials, store_partial
 from labkit_kernels.ops import (
     block_ids,
@@ -256,13 +256,7 @@ def _decode_kernel(
     item, program = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
     # All fields at once, before the exit: one round trip to memory instead of a chain of them.
     num_items = tl.load(meta)
-    seq = tl.load(items + item)
-    start = tl.load(items + max_items + item)
-    end = tl.load(items + 2 * max_items + item)
-    seq_len = tl.load(items + 3 * max_items + item)
-    first = tl.load(items + 4 * max_items + item)
-    count = tl.load(items + 5 * max_items + item)
-    index = tl.load(items + 6 * max_items + item)
+    seq, start, end, seq_len, first, count, index = read_item(items, max_items, item)
     if item >= num_items:
         return
     q_start, query_len = sequence_rows(query_start_loc, seq, QUERY_LEN, RAGGED)
