@@ -100,6 +100,7 @@ def draw_memory_breakdown(info: MemoryBreakdownInfo, theme: str = "light", narro
     for part in PARTS:
         figure.add_trace(_trace(info, part, divisor, theme))
     legend_rows = sum(any(dict(bar.parts)[part] for bar in info.bars) for part in PARTS) if narrow else 4
+    sides = {"l": 60, "r": 8} if narrow else {"l": 84, "r": 20}
     figure.update_layout(
         barmode="stack",
         bargap=0.35,
@@ -112,7 +113,7 @@ def draw_memory_breakdown(info: MemoryBreakdownInfo, theme: str = "light", narro
             "font": {"size": 10 if narrow else 11},
             "maxheight": 0.9,
         },
-        margin={"l": 60 if narrow else 84, "r": 8 if narrow else 20, "t": (20 if narrow else 16) * legend_rows, "b": 44},
+        margin={**sides, "t": (20 if narrow else 16) * legend_rows, "b": 44},
         shapes=[_total_line(bar, index, divisor, theme) for index, bar in enumerate(info.bars)],
     )
     figure.update_xaxes(title_text=f"memory ({unit})", range=[0, 1.01 * info.scale_bytes / divisor], fixedrange=True)
