@@ -89,14 +89,13 @@ class Sweep:
     """The content of a sweep's file.
 
     Attributes:
-        constants: of the microbenchmark alone. runs: the grid and what lies beside it. held_back: other runs, which
-            were looked at while the step-time model was made. unseen: runs that were not, of another file.
+        constants: of the microbenchmark alone. runs: the grid and what lies beside it. unseen: other runs,
+            of a file of their own.
         calibrating: for each model its run that calibrates, all knobs as in the base.
     """
 
     constants: StepConstants
     runs: tuple[MeasuredRun, ...]
-    held_back: tuple[MeasuredRun, ...]
     unseen: tuple[MeasuredRun, ...]
     calibrating: Mapping[str, MeasuredRun]
     card: str
@@ -139,7 +138,6 @@ def read_sweep(path: Path) -> Sweep:
     return Sweep(
         constants=constants_of(found, gpu, load_constants(engine="labkit", level="data sheet")),
         runs=(*by_part.get("repeat", ()), *by_part.get("grid", ())),
-        held_back=tuple(by_part.get("held back", ())),
         unseen=(*by_part.get("unseen", ()), *by_part.get("second model", ())),
         calibrating={run.run.model: run for run in reversed(calibrating)}, card=content["card"],
     )  # fmt: skip
@@ -180,10 +178,9 @@ def prove(path: Path, unseen_path: Path | None = None) -> Proof:
     if not path.is_file():
         return Proof([], _summary({}, {}), {})
     sweep = read_sweep(path)
-    alone = foretold([*sweep.runs, *sweep.held_back], sweep.constants, None)
+    alone = foretold(sweep.runs, sweep.constants, None)
     parts = {
         _ONE_RUN: foretold([run for run in sweep.runs if run is not sweep.first], *_calibrated(sweep.first, sweep)),
-        _HELD_BACK: foretold(sweep.held_back, *_calibrated(sweep.first, sweep)),
         **_unseen(unseen_path),
     }
     flags, searched = changed_flags(sweep), search_on_grid(sweep, 5)
@@ -207,8 +204,8 @@ def prove(path: Path, unseen_path: Path | None = None) -> Proof:
     return Proof(rows, _summary({part: medians(group) for part, group in parts.items()}, found), intervals)
 
 
-_ONE_RUN, _HELD_BACK = "microbenchmark and one run", "runs held back"
-_UNSEEN, _SECOND_MODEL = "runs that no choice has seen", "runs that no choice has seen, an 8B model"
+_ONE_RUN = "microbenchmark and one run"
+_UNSEEN, _SECOND_MODEL = "runs held back", "runs held back of an 8B model"
 
 
 def _unseen(path: Path | None) -> dict[str, list[dict[str, Any]]]:
@@ -230,7 +227,7 @@ def _summary(
     # The pools that send many requests back are not in the grid.
     summary = {
         f"own engine on an H200, {part}: {words}, median error, %": at_most(errors_of.get(part, {}).get(name), *bars)
-        for part in (_ONE_RUN, _HELD_BACK, _UNSEEN, _SECOND_MODEL)
+        for part in (_ONE_RUN, _UNSEEN, _SECOND_MODEL)
         for name, (words, *bars) in _BARS.items()
         if not (part == _ONE_RUN and name == "num_preemptions")
     }

@@ -1,6 +1,6 @@
 """A sweep of the real engine on the card that is here, as ground truth for the virtual one: one short run a setting.
 
-    python -m labkit.experiments.card_sweep results/h200-sweep.json microbenchmark=60 grid=120 held-back=60
+    python -m labkit.experiments.card_sweep results/h200-sweep.json microbenchmark=60 grid=120
     python -m labkit.experiments.card_sweep results/h200-unseen.json microbenchmark=60 unseen=60 second-model=60
 
 Rows hold what a run was judged by and every step in short columns, so that all comparisons can be made later without
@@ -89,27 +89,6 @@ def sweep_runs() -> list[SweepRun]:
     return [SweepRun("repeat", {}), *(SweepRun("grid", point) for point in points), SweepRun("repeat", {})]
 
 
-def held_back_runs() -> list[SweepRun]:
-    """A crowded pool, and settings, seeds, lengths and arrivals that the grid does not have."""
-    longer = {"num_requests": 80, "input_lengths": "uniform:200-1200", "output_lengths": "uniform:16-256"}
-    timed = {"num_requests": 120, "arrivals": "poisson:150"}
-    swaps = {"preemption_mode": "swap", "swap_space": 2.0}
-    others: list[tuple[dict[str, Any], Mapping[str, Any]]] = [
-        ({"max_num_seqs": 128, "num_gpu_blocks_override": 400}, GROWING),
-        ({"max_num_seqs": 48, "max_num_batched_tokens": 4096, "kv_cache_dtype": "fp8"}, {}),
-        ({"max_num_seqs": 128}, timed),
-        ({"max_num_seqs": 96, "num_gpu_blocks_override": 600}, GROWING),
-        ({"max_num_seqs": 80, "gpu_memory_utilization": 0.03}, longer),
-        ({"max_num_seqs": 80, "max_num_batched_tokens": 1024}, {}),
-        ({"max_num_seqs": 64, "num_gpu_blocks_override": 350}, GROWING),
-        ({"max_num_seqs": 80, "kv_cache_dtype": "fp8"}, longer),
-        ({"max_num_seqs": 64, "max_num_batched_tokens": 512}, timed),
-        ({"max_num_seqs": 128, "num_gpu_blocks_override": 500, "kv_cache_dtype": "fp8"}, GROWING),
-        ({"max_num_seqs": 128, "num_gpu_blocks_override": 400, **swaps}, GROWING),
-    ]
-    return [SweepRun("held back", point, 11 + index, traffic) for index, (point, traffic) in enumerate(others)]
-
-
 def unseen_runs() -> list[SweepRun]:
     """Runs that no choice of the step-time model has seen: other block sizes, lengths, seeds and arrivals, no graphs, a
     shared prefix; the base calibrates."""
@@ -155,7 +134,6 @@ def second_model_runs() -> list[SweepRun]:
 PARTS: Mapping[str, Callable[[], list[SweepRun]]] = MappingProxyType(
     {
         "grid": lambda: sweep_runs(),
-        "held back": held_back_runs,
         "unseen": unseen_runs,
         "second model": second_model_runs,
     }
@@ -341,7 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Sweep labkit's engine on the card that is here.")
     parser.add_argument("path", type=Path)
     parser.add_argument(
-        "parts", nargs="+", help="microbenchmark, grid, held-back, unseen or second-model, each with =SECONDS"
+        "parts", nargs="+", help="microbenchmark, grid, unseen or second-model, each with =SECONDS"
     )
     options = parser.parse_args()
     check_card()

@@ -206,7 +206,7 @@ class _State:
         """Take a simulation that knows more; what it refuses keeps its old outcome."""
         again = [learnt.simulate(point) for point in self.points]
         self.expected = [new or old for new, old in zip(again, self.expected, strict=True)]
-        self._error = _CAUTION * learnt.relative_error
+        self._error = min(SCALE, _CAUTION * learnt.relative_error)
         self._alike = alike(self.expected)
 
     def mean(self, index: int) -> Outcome | None:

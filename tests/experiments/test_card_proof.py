@@ -51,7 +51,7 @@ def sweep(tmp_path_factory):
     truth = base.replace(**slower, step_s=1.3 * base.step_s, layer_s=1.15 * base.layer_s)
     points = [dict(zip(KNOBS, values, strict=True)) for values in itertools.product(*KNOBS.values())]
     runs = [SweepRun("repeat", {}, 0, TRAFFIC), *(SweepRun("grid", point, 0, TRAFFIC) for point in points)]
-    runs.append(SweepRun("held back", {}, 7, TRAFFIC))
+    runs.append(SweepRun("unseen", {}, 7, TRAFFIC))
     rows = [row_of(run, truth) for run in runs]
     path = tmp_path_factory.mktemp("sweep") / "sweep.json"
     failed = {"part": "grid", "knobs": {}, "error": "out of memory"}
@@ -78,10 +78,10 @@ def row_of(run, constants):
 
 
 def test_one_run_foretells_the_others(sweep):
-    assert (len(sweep.grid), len(sweep.held_back)) == (8, 1)
+    assert (len(sweep.grid), len(sweep.unseen)) == (8, 1)
     before = medians(foretold(sweep.grid, sweep.constants, None))
     constants = card_proof.calibrate(sweep.constants, [sweep.first.record])
-    after = medians(foretold([*sweep.grid, *sweep.held_back], constants, sweep.first.memory))
+    after = medians(foretold([*sweep.grid, *sweep.unseen], constants, sweep.first.memory))
     # The bars that the results are held to.
     assert after["output_tokens_per_s"] < min(3, before["output_tokens_per_s"])
     assert after["tpot_mean_s"] < 5
@@ -131,8 +131,8 @@ def test_the_order_of_runs_that_differ_and_the_share_inside_the_interval():
     # 100 and 102 are not told apart; of the five other pairs one is turned.
     rows = [row(512, 100, 99), row(512, 102, 98), row(2048, 120, 140), row(2048, 130, 130)]
     assert right_order(rows) == 80.0
-    none = {part: [] for part in (card_proof._UNSEEN, card_proof._SECOND_MODEL)}
-    found, inside = coverage({card_proof._ONE_RUN: rows, card_proof._HELD_BACK: [row(512, 100, 1000)], **none})
+    others = {card_proof._UNSEEN: [row(512, 100, 1000)], card_proof._SECOND_MODEL: []}
+    found, inside = coverage({card_proof._ONE_RUN: rows, **others})
     assert [entry["metric"] for entry in found][-1] == "tpot_mean_s"
     assert found[-1]["percent_inside_by_part"]["runs held back"] == 0.0
     assert inside == found[-1]["percent_inside"] < 100
