@@ -318,9 +318,7 @@ def main() -> None:
     """The command line of this module."""
     parser = argparse.ArgumentParser(description="Sweep labkit's engine on the card that is here.")
     parser.add_argument("path", type=Path)
-    parser.add_argument(
-        "parts", nargs="+", help="microbenchmark, grid, unseen or second-model, each with =SECONDS"
-    )
+    parser.add_argument("parts", nargs="+", help="microbenchmark, grid, unseen or second-model, each with =SECONDS")
     options = parser.parse_args()
     check_card()
     for part in options.parts:

@@ -293,7 +293,6 @@ class _Launches:
             )
         return None
 
-
     def _learn_again(self, attributes: Mapping[str, Any]) -> None:
         """Take the runs behind a launch of an earlier search; those that the store has no more are done without."""
         for run_id in (attributes.get(RUN_ID, ""), attributes.get(LIGHT_RUN_ID, "")):
