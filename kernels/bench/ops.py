@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import triton
 from labkit_kernels import block_copy, reference
 from labkit_kernels.activations import silu_and_mul
-from labkit_kernels.awq_matmul import awq_matmul
+from labkit_kernels.awq_words import AwqWords, turn_words, words_matmul
 from labkit_kernels.few_rows import few_rows_matmul
 from labkit_kernels.kv_write import KVTarget, write_kv
 from labkit_kernels.norms import add_rms_norm
@@ -116,13 +116,14 @@ def awq_rows(timer: Timer) -> list[dict]:
     """The 4-bit product against cuBLAS on 16-bit weights of the same shape."""
     rows = []
     for inputs, outputs in ((4096, 14336), (4096, 4096)):
-        weight = awq_weight(inputs, outputs, 128, "cuda")
+        stored = awq_weight(inputs, outputs, 128, "cuda")
+        weight = AwqWords(turn_words(stored.qweight), stored.qzeros, stored.scales)
         dense = torch.randn(inputs, outputs, dtype=torch.float16, device="cuda")
         size = inputs * outputs // 2 + inputs // 128 * outputs * 5 // 2
         for tokens in (1, 8, 16, 32, 64, 256, 2048):
             x = torch.randn(tokens, inputs, dtype=torch.float16, device="cuda")
             out = torch.empty(tokens, outputs, dtype=torch.float16, device="cuda")
-            us = timer(lambda x=x, w=weight, o=out: awq_matmul(x, w, out=o))
+            us = timer(lambda x=x, w=weight, o=out: words_matmul(x, w, out=o))
             plain = timer(lambda x=x, w=dense, o=out: torch.mm(x, w, out=o))
             tflops = 2 * tokens * inputs * outputs / us / 1e6
             rows.append(row("awq", f"{tokens} x {inputs} x {outputs}", us, size, torch_us=plain, tflops=tflops))

@@ -248,9 +248,7 @@ def few_rows_config(rows: int, columns: int, inputs: int, itemsize: int) -> FewR
         return FewRowsConfig(4, num_bytes // itemsize, warps, 1)
     if itemsize == 2:
         return FewRowsConfig(64, 128)
-    if rows > 16:
-        return FewRowsConfig(128, 128)
-    return FewRowsConfig(64, 256, stages=3, ctas_per_sm=3) if columns > MANY_COLUMNS else FewRowsConfig(64, 256)
+    return FewRowsConfig(128, 128) if rows > 16 or columns > MANY_COLUMNS else FewRowsConfig(64, 256)
 
 
 def even_parts(slots: int, tiles: int, steps: int) -> int:

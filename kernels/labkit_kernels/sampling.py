@@ -36,7 +36,7 @@ NUM_PIVOTS = 8
 # Logits of a part, and of one where few parts would leave the card idle.
 PART, SMALL_PART, FEW_PARTS, LARGE_VOCAB = 8192, 2048, 256, 2**20
 # Candidates that registers hold; how a row is walked through where more may be kept.
-FEW, ROW_TILE, ROW_STAGES, FINISH_WARPS = 2048, 4096, 2, 16
+FEW, ROW_TILE, ROW_STAGES, FINISH_WARPS = 2048, 8192, 1, 16
 MAX_VOCAB = 2**22
 PARAMETER_DTYPES = {
     "temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32,

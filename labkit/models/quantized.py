@@ -23,6 +23,8 @@ FP8_MULTIPLE = 16
 # `few_rows_matmul` wants inputs in such groups; up to so many rows it is faster than products in fp8.
 FEW_ROWS_MULTIPLE, FEW_ROWS = 128, 32
 _ROWS_AT_ONCE = 4096
+# As labkit's kernels name it: the first cards whose matrix instruction makes turned 4-bit words worth it.
+HOPPER = 90
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,24 +111,26 @@ def _multiplies_fp8(weight: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AwqMatrix:
-    """A weight `[out, in]` in 4 bits as AutoAWQ's GEMM format stores it.
+    """A weight `[out, in]` in 4 bits as AutoAWQ's GEMM format stores it, or with its words turned along the inputs.
 
     Attributes:
-        qweight: int32 `[in, out / 8]`.
+        qweight: int32 `[in, out / 8]`; turned as `labkit_kernels.awq_words` has them, `[out, in / 8]`.
         qzeros: int32 `[groups, out / 8]`.
         scales: float16 `[groups, out]`.
         kernel: labkit's kernel over these tensors; None where there is none to run it, as on a CPU.
+        is_turned: which of the two.
     """
 
     qweight: torch.Tensor
     qzeros: torch.Tensor
     scales: torch.Tensor
     kernel: Any = None
+    is_turned: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """`(out, in)`."""
-        return self.scales.shape[1], self.qweight.shape[0]
+        return self.scales.shape[1], self.qweight.numel() * 8 // self.scales.shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -137,17 +141,17 @@ class AwqMatrix:
         """See `labkit.models.linear.Matrix.project`."""
         if self.kernel is None or x.dtype == torch.float32:
             return F.linear(x, self.dequantize(x.dtype), bias)
-        out = _kernels("awq_matmul").awq_matmul(x, self.kernel)
+        if self.is_turned:
+            out = _kernels("awq_words").words_matmul(x, self.kernel)
+        else:
+            out = _kernels("awq_matmul").awq_matmul(x, self.kernel)
         return out if bias is None else out.add_(bias)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The plain weight `[out, in]`: (q - zero) · scale, rounded once, to `dtype`."""
-        return (
-            reference_ops.awq_dequantise(self.qweight, self.qzeros, self.scales, torch.float32)
-            .t()
-            .to(dtype)
-            .contiguous()
-        )
+        qweight = _kernels("awq_words").turn_back(self.qweight) if self.is_turned else self.qweight
+        dense = reference_ops.awq_dequantise(qweight, self.qzeros, self.scales, torch.float32)
+        return dense.t().to(dtype).contiguous()
 
 
 def awq_matrix(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> AwqMatrix:
@@ -155,8 +159,13 @@ def awq_matrix(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor
     runs = qweight.is_cuda
     if not runs and importlib.util.find_spec("triton") is not None:
         runs = _kernels("ops").interpreting()
-    kernel = _kernels("awq_matmul").AwqWeight(qweight, qzeros, scales) if runs else None
-    return AwqMatrix(qweight, qzeros, scales, kernel)
+    if not runs:
+        return AwqMatrix(qweight, qzeros, scales)
+    words = _kernels("awq_words")
+    if _kernels("ops").capability(qweight.device) >= HOPPER and words.takes_groups(qweight.shape[0], qzeros.shape[0]):
+        turned = words.turn_words(qweight)
+        return AwqMatrix(turned, qzeros, scales, words.AwqWords(turned, qzeros, scales), is_turned=True)
+    return AwqMatrix(qweight, qzeros, scales, _kernels("awq_matmul").AwqWeight(qweight, qzeros, scales))
 
 
 def _kernels(module: str) -> Any:

@@ -16,7 +16,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 
 import torch
-from labkit_kernels import activations, awq_matmul, block_copy, few_rows, norms, pooling, rope, sampling
+from labkit_kernels import activations, awq_matmul, awq_words, block_copy, few_rows, norms, pooling, rope, sampling
 from labkit_kernels.compile_check import SHARED_MEMORY_BYTES, compile_report, record_launch
 from labkit_kernels.rope_write import Rotary
 
@@ -63,6 +63,15 @@ def _awq(rows: int, dtype: torch.dtype = torch.float16) -> Callable[[], object]:
     return lambda: awq_matmul.awq_matmul(empty(rows, 4096, dtype=dtype), _weight())
 
 
+def _turned() -> awq_words.AwqWords:
+    weight = _weight()
+    return awq_words.AwqWords(torch.zeros(4096, 512, dtype=torch.int32), weight.qzeros, weight.scales)
+
+
+def _awq_words(rows: int) -> Callable[[], object]:
+    return lambda: awq_words.words_matmul(empty(rows, 4096), _turned())
+
+
 def _dequantise() -> None:
     awq_matmul.awq_dequantise(_weight(), BF16)
 
@@ -93,6 +102,12 @@ LAUNCHES: dict[str, tuple[ModuleType, str, Callable[[], object]]] = {
     "sample compact": (sampling, "_compact_kernel", _sample),
     "greedy": (sampling, "_greedy_kernel", lambda: sampling.greedy(empty(4, 151936))),
     "sample": (sampling, "_sample_kernel", _sample),
+    "awq words 1": (awq_words, "_one_row_kernel", _awq_words(1)),
+    "awq words 16": (awq_words, "_words_kernel", _awq_words(16)),
+    "awq words 64": (awq_words, "_words_kernel", _awq_words(64)),
+    "awq words dequantise": (
+        awq_words, "_dequantise_kernel", lambda: awq_words.words_dequantise(_turned(), BF16),
+    ),
     "awq 1": (awq_matmul, "_awq_kernel", _awq(1)),
     "awq 64, bf16": (awq_matmul, "_awq_kernel", _awq(64, BF16)),
     "awq sum": (awq_matmul, "_sum_parts_kernel", _awq(1)),
@@ -107,7 +122,14 @@ def report(name: str, arch: int) -> dict[str, object]:
     others = [k for m, k, _ in LAUNCHES.values() if m is module and k != kernel]
     slots = patch.object(few_rows, "_slots", lambda device, config: CARD_MULTIPROCESSORS * config.ctas_per_sm)
     card = patch.object(few_rows, "capability", lambda device: arch)
-    with slots, card, patch.object(awq_matmul, "_slots", lambda device: CARD_MULTIPROCESSORS):
+    words = patch.object(awq_words, "_slots", lambda device, config: CARD_MULTIPROCESSORS * config.ctas_per_sm)
+    with (
+        slots,
+        card,
+        words,
+        patch.object(awq_words, "sum_parts", lambda *_: None),
+        patch.object(awq_matmul, "_slots", lambda device: CARD_MULTIPROCESSORS),
+    ):
         launch = record_launch(module, kernel, lambda: _call_without(module, others, call))
     return asdict(compile_report(launch, arch)) | {"shared_limit": SHARED_MEMORY_BYTES[arch]}
 

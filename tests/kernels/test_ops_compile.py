@@ -20,9 +20,10 @@ ARCHITECTURES = (80, 89, 90)
 OF_89 = ("norm", "rope", "copy", "sample", "awq 1", "few rows, e4m3")
 WIDE_LOADS = (
     "norm", "norm 576", "norm 5120", "silu", "gelu", "rope", "pool sum", "copy", "tops", "sample parts", "one row",
-    "one row, e4m3",
+    "one row, e4m3", "awq words 1",
 )  # fmt: skip
 FEW_ROWS = ("few rows", "few rows, e4m3", "32 rows, e4m3")
+AWQ_WORDS = ("awq words 16", "awq words 64")
 WIDE_STORES = ("norm", "norm 576", "silu", "rope", "copy", "awq 1", "awq dequantise")
 
 
@@ -67,7 +68,7 @@ def test_awq_uses_matrix_instructions(arch):
 def test_few_rows_use_matrix_instructions(arch):
     kind = "wgmma" if arch == 90 else "mma"
     found = reports(arch)
-    assert {name for name in FEW_ROWS if name in found and not found[name][kind]} == set()
+    assert {name for name in (*FEW_ROWS, *AWQ_WORDS) if name in found and not found[name][kind]} == set()
 
 
 def test_overlapping_launches_wait():

@@ -1,0 +1,415 @@
+"""x · Wᵀ with 4-bit AWQ weights kept as words along the inputs, for Hopper's wide matrix instruction; to 128 rows.
+
+AutoAWQ's words lie along the outputs (`awq_matmul`). Here they are turned once, when a model is loaded: of each 128
+inputs, word w of an output holds inputs 16 j + w as its columns j = 0 … 7, in AWQ's order of nibbles. So eight tiles of
+one output after another meet neighbouring inputs, a group of inputs has one scale for a row of the product, and words
+become operands in registers: q - zero by `lop3` and one subtraction. Reference: `reference_ops.awq_dequantise`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from labkit_kernels.awq_matmul import COLUMNS_OF_WORD, DEQUANTISE_ROWS
+from labkit_kernels.checks import (
+    KernelValueError,
+    check_device,
+    check_dtype,
+    check_last_stride,
+    check_out,
+    check_shape,
+)
+from labkit_kernels.few_rows import even_parts, sum_parts
+from labkit_kernels.heuristics import INTERPRETER_SLOTS
+from labkit_kernels.ops import begin, interpreting, overlap_options
+
+BLOCK = 128
+COLUMNS_AT_ONCE = 4096
+COLUMNS_OF_ONE, WARPS_OF_ONE = 4, 2
+# Bits of column j of the eight of a word begin at SHIFTS[j].
+SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+
+
+@dataclass(frozen=True)
+class AwqWords:
+    """words int32 `[out, in / 8]` of `turn_words`; qzeros int32 `[groups, out / 8]` and scales fp16 or bf16
+    `[groups, out]` as AutoAWQ has them."""
+
+    words: torch.Tensor
+    qzeros: torch.Tensor
+    scales: torch.Tensor
+
+    def __post_init__(self) -> None:
+        """Raises KernelValueError or KernelTypeError naming the bad tensor."""
+        check_dtype("words", self.words, (torch.int32,))
+        check_shape("words", self.words, (None, None))
+        columns, inputs = self.shape
+        check_dtype("qzeros", self.qzeros, (torch.int32,))
+        check_shape("qzeros", self.qzeros, (None, columns // COLUMNS_OF_WORD))
+        groups = self.qzeros.shape[0]
+        check_dtype("scales", self.scales, (torch.float16, torch.bfloat16))
+        check_shape("scales", self.scales, (groups, columns))
+        for name, tensor in (("words", self.words), ("qzeros", self.qzeros), ("scales", self.scales)):
+            check_device(name, tensor, self.words.device)
+            check_last_stride(name, tensor)
+        if not takes_groups(inputs, groups) or columns == 0 or columns % COLUMNS_OF_WORD:
+            raise KernelValueError(
+                f"words has {columns} outputs of {inputs} inputs in {groups} groups; outputs must be a multiple of "
+                f"{COLUMNS_OF_WORD}, inputs of {BLOCK}, and so the inputs of a group"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(out, in)`."""
+        return self.words.shape[0], self.words.shape[1] * COLUMNS_OF_WORD
+
+    @property
+    def group_size(self) -> int:
+        """Inputs of a group."""
+        return self.shape[1] // self.qzeros.shape[0]
+
+
+def takes_groups(inputs: int, groups: int) -> bool:
+    """Whether so many inputs in so many groups can be kept as words along the inputs."""
+    return groups > 0 and inputs > 0 and inputs % groups == 0 and inputs // groups % BLOCK == 0
+
+
+def turn_words(qweight: torch.Tensor) -> torch.Tensor:
+    """AutoAWQ's qweight int32 `[in, out / 8]` as int32 `[out, in / 8]`, of the same memory; a copy.
+
+    Needs some memory beside it, 24 bytes for each word of 4,096 outputs.
+    """
+    inputs, words = qweight.shape
+    out = torch.empty(words * COLUMNS_OF_WORD, inputs // COLUMNS_OF_WORD, dtype=torch.int32, device=qweight.device)
+    for first in range(0, words, COLUMNS_AT_ONCE // COLUMNS_OF_WORD):
+        part = qweight[:, first : first + COLUMNS_AT_ONCE // COLUMNS_OF_WORD]
+        nibbles = torch.stack([((part >> shift) & 0xF).to(torch.uint8) for shift in SHIFTS], -1).flatten(1)
+        nibbles = nibbles.t().reshape(nibbles.shape[1], -1, COLUMNS_OF_WORD, 16)
+        turned = torch.zeros(nibbles.shape[0], nibbles.shape[1], 16, dtype=torch.int32, device=qweight.device)
+        for j, shift in enumerate(SHIFTS):
+            turned |= nibbles[:, :, j].int() << shift
+        at = first * COLUMNS_OF_WORD
+        out[at : at + turned.shape[0]] = turned.flatten(1)
+    return out
+
+
+def turn_back(words: torch.Tensor) -> torch.Tensor:
+    """What `turn_words` was given."""
+    columns, blocks = words.shape[0], words.shape[1] // 16
+    parts = words.reshape(columns, blocks, 1, 16)
+    nibbles = torch.cat([(parts >> shift) & 0xF for shift in SHIFTS], 2)
+    nibbles = nibbles.reshape(columns, -1).t().reshape(-1, columns // COLUMNS_OF_WORD, COLUMNS_OF_WORD)
+    out = torch.zeros_like(nibbles[:, :, 0])
+    for j, shift in enumerate(SHIFTS):
+        out |= nibbles[:, :, j] << shift
+    return out
+
+
+@triton.jit
+def _unpack_half(x, z):
+    """Eight fp16 tiles of q - zero from words, columns in order: 2¹⁰ + q of two words at once, less z = 2¹⁰ + zero."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 l, h;
+        prmt.b32 l, $8, $9, 0x5410;
+        prmt.b32 h, $8, $9, 0x7632;
+        lop3.b32 $0, l, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $1, h, 0x000f000f, 0x64006400, 0xea;
+        shr.u32 l, l, 4;
+        shr.u32 h, h, 4;
+        lop3.b32 $2, l, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $3, h, 0x000f000f, 0x64006400, 0xea;
+        shr.u32 l, l, 4;
+        shr.u32 h, h, 4;
+        lop3.b32 $4, l, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $5, h, 0x000f000f, 0x64006400, 0xea;
+        shr.u32 l, l, 4;
+        shr.u32 h, h, 4;
+        lop3.b32 $6, l, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $7, h, 0x000f000f, 0x64006400, 0xea;
+        sub.f16x2 $0, $0, $10;
+        sub.f16x2 $1, $1, $10;
+        sub.f16x2 $2, $2, $10;
+        sub.f16x2 $3, $3, $10;
+        sub.f16x2 $4, $4, $10;
+        sub.f16x2 $5, $5, $10;
+        sub.f16x2 $6, $6, $10;
+        sub.f16x2 $7, $7, $10;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
+        [x, z],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _unpack_bfloat(x, z):
+    """The same as bf16: 2⁷ + q, plus z = -(2⁷ + zero) by a multiply-add, which sm_80 has too."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 l, h, o;
+        prmt.b32 l, $8, $9, 0x5410;
+        prmt.b32 h, $8, $9, 0x7632;
+        mov.b32 o, 0x3f803f80;
+        lop3.b32 $0, l, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $1, h, 0x000f000f, 0x43004300, 0xea;
+        shr.u32 l, l, 4;
+        shr.u32 h, h, 4;
+        lop3.b32 $2, l, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $3, h, 0x000f000f, 0x43004300, 0xea;
+        shr.u32 l, l, 4;
+        shr.u32 h, h, 4;
+        lop3.b32 $4, l, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $5, h, 0x000f000f, 0x43004300, 0xea;
+        shr.u32 l, l, 4;
+        shr.u32 h, h, 4;
+        lop3.b32 $6, l, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $7, h, 0x000f000f, 0x43004300, 0xea;
+        fma.rn.bf16x2 $0, $0, o, $10;
+        fma.rn.bf16x2 $1, $1, o, $10;
+        fma.rn.bf16x2 $2, $2, o, $10;
+        fma.rn.bf16x2 $3, $3, o, $10;
+        fma.rn.bf16x2 $4, $4, o, $10;
+        fma.rn.bf16x2 $5, $5, o, $10;
+        fma.rn.bf16x2 $6, $6, o, $10;
+        fma.rn.bf16x2 $7, $7, o, $10;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
+        [x, z],
+        dtype=(
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+        ),
+        is_pure=True,
+        pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _nibble(words, J: tl.constexpr):
+    """Column J of the eight of each word, 0 to 15."""
+    return (words >> (J // 2 * 4 + J % 2 * 16)) & 0xF
+
+
+@triton.jit
+def _plain(words, zero, J: tl.constexpr, HALF: tl.constexpr):
+    return (_nibble(words, J) - zero).to(tl.float16 if HALF else tl.bfloat16)
+
+
+@triton.jit
+def _unpack(words, zero, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Eight 16-bit tiles of q - zero from words `[columns, 16]` and zero points `[columns, 1]`."""
+    if ASM and HALF:
+        y = _unpack_half(words, (zero | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True))
+    elif ASM:
+        y = _unpack_bfloat(words, (zero | 0xC300).to(tl.uint16).to(tl.bfloat16, bitcast=True))
+    else:
+        y = (
+            _plain(words, zero, 0, HALF), _plain(words, zero, 1, HALF), _plain(words, zero, 2, HALF),
+            _plain(words, zero, 3, HALF), _plain(words, zero, 4, HALF), _plain(words, zero, 5, HALF),
+            _plain(words, zero, 6, HALF), _plain(words, zero, 7, HALF),
+        )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _group(qzeros, scales, g, z_row, s_row, column):
+    """Zero point and scale of each column in group g."""
+    g = g.to(tl.int64)
+    shift = column % 8 // 2 * 4 + column % 2 * 16
+    return (tl.load(qzeros + g * z_row + column // 8) >> shift) & 0xF, tl.load(scales + g * s_row + column)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _words_kernel(
+    x, words, qzeros, scales, out, rows, columns, inputs, group, part_inputs, x_row, w_row, z_row, s_row, o_part, o_row,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One tile of one part of the inputs: outputs are the rows of the matrix instruction, rows of x its columns."""
+    begin(OVERLAP)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    near = tl.minimum(column, columns - 1)
+    start = tl.program_id(1) * part_inputs
+    w = words + near.to(tl.int64) * w_row
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    here = (row < rows)[None, :]
+    xs = x + (row * x_row)[None, :] + tl.arange(0, 16)[:, None]
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    last = tl.minimum(start + part_inputs, inputs) - 128
+    zero, scale = _group(qzeros, scales, start // group, z_row, s_row, near)
+    for first in range(start, last + 128, 128):
+        # One step ahead: nothing else waits for the memory here.
+        next_zero, next_scale = _group(qzeros, scales, tl.minimum(first + 128, last) // group, z_row, s_row, near)
+        packed = tl.load(w[:, None] + (first // 8 + tl.arange(0, 16))[None, :])
+        w0, w1, w2, w3, w4, w5, w6, w7 = _unpack(packed, zero[:, None], HALF, ASM)
+        part = tl.dot(w0, tl.load(xs + first, mask=here, other=0.0), out_dtype=tl.float32)
+        part = tl.dot(w1, tl.load(xs + first + 16, mask=here, other=0.0), part)
+        part = tl.dot(w2, tl.load(xs + first + 32, mask=here, other=0.0), part)
+        part = tl.dot(w3, tl.load(xs + first + 48, mask=here, other=0.0), part)
+        part = tl.dot(w4, tl.load(xs + first + 64, mask=here, other=0.0), part)
+        part = tl.dot(w5, tl.load(xs + first + 80, mask=here, other=0.0), part)
+        part = tl.dot(w6, tl.load(xs + first + 96, mask=here, other=0.0), part)
+        part = tl.dot(w7, tl.load(xs + first + 112, mask=here, other=0.0), part)
+        total += part * scale.to(tl.float32)[:, None]
+        zero, scale = next_zero, next_scale
+    at = out + tl.program_id(1).to(tl.int64) * o_part + (row.to(tl.int64) * o_row)[None, :] + column[:, None]
+    tl.store(at, total.to(out.dtype.element_ty), mask=here & (column < columns)[:, None])
+
+
+@triton.jit
+def _weighted(total, w, x, first, J: tl.constexpr):
+    """total + w · x for tile J of blocks of 128 inputs: w `[columns, blocks, 16]`."""
+    at = first + tl.arange(0, w.shape[1])[:, None] * 128 + 16 * J + tl.arange(0, 16)[None, :]
+    return total + w.to(tl.float32) * tl.load(x + at).to(tl.float32)[None, :, :]
+
+
+@triton.jit
+def _one_row_kernel(
+    x, words, qzeros, scales, out, columns, inputs, group, w_row, z_row, s_row,
+    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One row of x: warps walk along outputs and add products in float32. BLOCKS · 128 divides the inputs."""
+    begin(OVERLAP)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    near = tl.minimum(column, columns - 1)
+    shift = (near % 8 // 2 * 4 + near % 2 * 16)[:, None]
+    w = words + (near.to(tl.int64) * w_row)[:, None, None]
+    inside = (tl.arange(0, BLOCKS)[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :]
+    total = tl.zeros([COLUMNS, BLOCKS, 16], tl.float32)
+    for first in range(0, inputs, BLOCKS * 128):
+        g = ((first + tl.arange(0, BLOCKS) * 128) // group)[None, :].to(tl.int64)
+        zero = (tl.load(qzeros + g * z_row + (near // 8)[:, None]) >> shift) & 0xF
+        scale = tl.load(scales + g * s_row + near[:, None]).to(tl.float32)
+        packed = tl.load(w + first // 8 + inside, eviction_policy="evict_first")
+        w0, w1, w2, w3, w4, w5, w6, w7 = _unpack(packed, zero[:, :, None], True, ASM)
+        part = _weighted(tl.zeros([COLUMNS, BLOCKS, 16], tl.float32), w0, x, first, 0)
+        part = _weighted(part, w1, x, first, 1)
+        part = _weighted(part, w2, x, first, 2)
+        part = _weighted(part, w3, x, first, 3)
+        part = _weighted(part, w4, x, first, 4)
+        part = _weighted(part, w5, x, first, 5)
+        part = _weighted(part, w6, x, first, 6)
+        part = _weighted(part, w7, x, first, 7)
+        total += part * scale[:, :, None]
+    y = tl.sum(tl.sum(total, 2), 1)
+    tl.store(out + column, y.to(out.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit
+def _undo(out, w, scale, first, J: tl.constexpr):
+    """Stores one of the eight tiles of q - zero, times the scale, where its inputs lie."""
+    at = first + 16 * J + tl.arange(0, 16)
+    tl.store(out + at[None, :], w * scale[:, None])
+
+
+@triton.jit
+def _dequantise_kernel(
+    words, qzeros, scales, out, inputs, group, w_row, z_row, s_row, COLUMNS: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    first = tl.program_id(0) * 128
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    zero, scale = _group(qzeros, scales, first // group, z_row, s_row, column)
+    packed = tl.load(words + (column.to(tl.int64) * w_row)[:, None] + (first // 8 + tl.arange(0, 16))[None, :])
+    w0, w1, w2, w3, w4, w5, w6, w7 = _unpack(packed, zero[:, None], HALF, False)
+    scale = scale.to(out.dtype.element_ty)
+    rows = out + (column.to(tl.int64) * inputs)[:, None]
+    _undo(rows, w0, scale, first, 0)
+    _undo(rows, w1, scale, first, 1)
+    _undo(rows, w2, scale, first, 2)
+    _undo(rows, w3, scale, first, 3)
+    _undo(rows, w4, scale, first, 4)
+    _undo(rows, w5, scale, first, 5)
+    _undo(rows, w6, scale, first, 6)
+    _undo(rows, w7, scale, first, 7)
+
+
+def words_dequantise(weight: AwqWords, dtype: torch.dtype) -> torch.Tensor:
+    """The weights `[out, in]` in fp16 or bf16, scale and product rounded to it."""
+    check_dtype("out", torch.empty(0, dtype=dtype), (torch.float16, torch.bfloat16))
+    columns, inputs = weight.shape
+    out = torch.empty(columns, inputs, dtype=dtype, device=weight.words.device)
+    _dequantise_kernel[(inputs // BLOCK, columns // COLUMNS_OF_WORD)](
+        weight.words, weight.qzeros, weight.scales, out, inputs, weight.group_size, weight.words.stride(0),
+        weight.qzeros.stride(0), weight.scales.stride(0), COLUMNS=COLUMNS_OF_WORD, HALF=dtype is torch.float16,
+        num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True)
+class WordsConfig:
+    """Outputs of a program, and programs of one multiprocessor at once, which the split of the inputs aims at."""
+
+    columns: int = 128
+    warps: int = 4
+    stages: int = 5
+    ctas_per_sm: int = 3
+
+
+def words_config(rows: int) -> WordsConfig:
+    """Settings as measured on an H200."""
+    return WordsConfig() if rows <= 32 else WordsConfig(stages=4, ctas_per_sm=2)
+
+
+def _slots(device: torch.device, config: WordsConfig) -> int:
+    if device.type != "cuda":
+        return INTERPRETER_SLOTS
+    return torch.cuda.get_device_properties(device).multi_processor_count * config.ctas_per_sm
+
+
+def words_matmul(x: torch.Tensor, weight: AwqWords, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x `[tokens, in]` in fp16 or bf16 times the 4-bit weights: `[tokens, out]`, summed in float32 in a fixed order.
+
+    From 129 tokens on the weights are unpacked once for torch's own product: 2 · in · out bytes for a moment. Raises
+    KernelValueError or KernelTypeError naming the argument.
+    """
+    check_dtype("x", x, (torch.float16, torch.bfloat16))
+    check_shape("x", x, (None, weight.shape[1]))
+    check_device("x", x, weight.words.device)
+    check_last_stride("x", x)
+    rows, columns = x.shape[0], weight.shape[0]
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device) if out is None else out
+    check_out("out", out, (rows, columns), x.dtype, x.device)
+    if rows >= DEQUANTISE_ROWS:
+        return torch.mm(x, words_dequantise(weight, x.dtype).t(), out=out)
+    if rows == 1:
+        _launch_one(x, weight, out)
+    elif rows > 0:
+        _launch(x, weight, out, words_config(rows))
+    return out
+
+
+def _launch_one(x: torch.Tensor, weight: AwqWords, out: torch.Tensor) -> None:
+    columns, inputs = weight.shape
+    blocks = next(count for count in (16, 8, 4, 2, 1) if inputs // BLOCK % count == 0)
+    _one_row_kernel[(triton.cdiv(columns, COLUMNS_OF_ONE),)](
+        x, weight.words, weight.qzeros, weight.scales, out, columns, inputs, weight.group_size, weight.words.stride(0),
+        weight.qzeros.stride(0), weight.scales.stride(0), COLUMNS=COLUMNS_OF_ONE, BLOCKS=blocks,
+        ASM=not interpreting(), num_warps=WARPS_OF_ONE, **overlap_options(x.device),
+    )  # fmt: skip
+
+
+def _launch(x: torch.Tensor, weight: AwqWords, out: torch.Tensor, config: WordsConfig) -> None:
+    rows, (columns, inputs) = x.shape[0], weight.shape
+    padded = min(64, max(16, triton.next_power_of_2(rows)))
+    tiles, row_tiles = triton.cdiv(columns, config.columns), triton.cdiv(rows, padded)
+    parts = even_parts(_slots(x.device, config), tiles * row_tiles, inputs // BLOCK)
+    target = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device) if parts > 1 else out[None]
+    _words_kernel[(tiles, parts, row_tiles)](
+        x, weight.words, weight.qzeros, weight.scales, target, rows, columns, inputs, weight.group_size,
+        triton.cdiv(inputs // BLOCK, parts) * BLOCK, x.stride(0), weight.words.stride(0), weight.qzeros.stride(0),
+        weight.scales.stride(0), target.stride(0), target.stride(1), ROWS=padded, COLUMNS=config.columns,
+        HALF=x.dtype is torch.float16, ASM=not interpreting(), num_warps=config.warps, num_stages=config.stages,
+        **overlap_options(x.device),
+    )  # fmt: skip
+    if parts > 1:
+        sum_parts(target, out)
