@@ -41,6 +41,7 @@ LAYERS = 28
 SHARED = ((32, 8192), (64, 8192), (128, 8192), (32, 32768), (64, 32768), (128, 32768))
 OWN_TOKENS = 512
 SMALL_BYTES = 2**26
+COMMAND = "PYTHONPATH=kernels:<peers> python3 kernels/bench/run_all.py results/kernels.json"
 TABLES = ("ceilings", "decode", "prefill", "shared_prefix", "kv_write", "variants")
 
 
@@ -245,7 +246,7 @@ def record(bench: Bench, earlier: dict) -> dict:
     made_of = earlier.get("made_of") or {row["table"]: earlier["made"] for row in earlier.get("rows", [])}
     return {
         "made": made,
-        "command": "PYTHONPATH=kernels:<peers> python3 kernels/bench/run_all.py results/kernels.json",
+        "command": "; ".join([earlier["command"], f"{COMMAND} {' '.join(sorted(new))}"]) if earlier else COMMAND,
         "card": f"{properties.name}, {properties.multi_processor_count} SMs, L2 {properties.L2_cache_size} bytes",
         "versions": {
             "python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
