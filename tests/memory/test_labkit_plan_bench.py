@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from labkit.errors import FileFormatError
 from labkit.memory import plan
-from labkit.memory.labkit_plan_bench import PARTS, bench_labkit_plan
+from labkit.memory.labkit_plan_bench import PARTS, bench_labkit_plan, compare
 from labkit.specs import load_gpu, load_model
 from labkit.specs.engine_config import EngineConfig
 
@@ -77,3 +78,17 @@ def test_another_file_is_refused(tmp_path, content):
         bench_labkit_plan(tmp_path / "plan.json", path)
     with pytest.raises(FileFormatError):
         bench_labkit_plan(tmp_path / "plan.json", tmp_path / "none.json")
+
+
+RECORDED = json.loads((Path(__file__).parents[2] / "results" / "labkit-memory.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "row", RECORDED["rows"], ids=lambda row: f"{row['model'].split('/')[1]}-{row['num_gpu_blocks']}"
+)
+def test_recorded_pools_are_foretold(row):
+    """Exactly from the measured parts, and within one percent without them, from 0.4 GiB to nearly the whole card."""
+    found = compare(row, RECORDED["card"])
+    assert found["from_measured_parts"] == row["num_gpu_blocks"]
+    assert abs(found["error_percent"]) <= 1
+    assert abs(found["error_mib"]) <= 64
