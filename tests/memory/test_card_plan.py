@@ -349,12 +349,12 @@ def test_models_with_fused_kernels_are_the_engine_s():
 @pytest.mark.parametrize(
     ("name", "weights", "activation", "blocks"),
     [
-        ("Qwen/Qwen3-0.6B", 600381440, 195002368, 63780),
-        ("meta-llama/Llama-3.1-8B-Instruct", 8034721792, 671088640, 48575),
+        ("Qwen/Qwen3-0.6B", 600381440, 195002368, 63999),
+        ("meta-llama/Llama-3.1-8B-Instruct", 8034721792, 671088640, 48447),
     ],
 )
 def test_parts_of_a_rank_of_two(name, weights, activation, blocks):
-    """Measured on two H200 at 40 % of each; NCCL takes memory in graphs that no formula has."""
+    """Measured on two H200 at 40 % of each. NCCL takes memory in graphs that no formula has; a pool of whole 64 MiB hides it."""
     config = EngineConfig(
         tensor_parallel_size=2, max_model_len=4096, max_num_seqs=256, max_num_batched_tokens=8192,
         gpu_memory_utilization=0.4,
@@ -363,4 +363,4 @@ def test_parts_of_a_rank_of_two(name, weights, activation, blocks):
     sizes = found.breakdown
     assert (sizes.weights_bytes, sizes.block_tables_bytes) == (weights, 16391984)
     assert sizes.activation_bytes == activation
-    assert found.num_gpu_blocks == pytest.approx(blocks, rel=0.01)
+    assert found.num_gpu_blocks == blocks
