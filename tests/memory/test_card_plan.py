@@ -354,7 +354,7 @@ def test_models_with_fused_kernels_are_the_engine_s():
     ],
 )
 def test_parts_of_a_rank_of_two(name, weights, activation, blocks):
-    """Measured on two H200 at 40 % of each. NCCL takes memory in graphs that no formula has; a pool of whole 64 MiB hides it."""
+    """Measured on two H200 at 40 % of each; what NCCL takes in graphs hides in a pool of whole 64 MiB."""
     config = EngineConfig(
         tensor_parallel_size=2, max_model_len=4096, max_num_seqs=256, max_num_batched_tokens=8192,
         gpu_memory_utilization=0.4,
