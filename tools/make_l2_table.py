@@ -10,19 +10,19 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "l2-table.md"
+ERRORS = {
+    "hit_rate_mean_error_points": "hit rate, mean error (points)",
+    "hit_rate_worst_error_points": "hit rate, worst error (points)",
+    "dram_bytes_mean_error_percent": "DRAM bytes, mean error (%)",
+}
 NAMES = {
     "points": ("launches", "{:.0f}"),
-    "hit_rate_mean_error_points": ("hit rate, mean error (points)", "{:.2f}"),
-    "hit_rate_worst_error_points": ("hit rate, worst error (points)", "{:.2f}"),
-    "dram_bytes_mean_error_percent": ("DRAM bytes, mean error (%)", "{:.2f}"),
+    **{key: (name, "{:.2f}") for key, name in ERRORS.items()},
+    **{f"unseen_{key}": (f"launches drawn at random: {name}", "{:.2f}") for key, name in ERRORS.items()},
     "methods_hit_rate_differ_points": ("CUPTI and ncu, hit rate apart (points)", "{:.2f}"),
     "methods_dram_bytes_differ_percent": ("CUPTI and ncu, DRAM bytes apart (%)", "{:.3f}"),
     "simulated_decode_64x4096_cpu_s": ("simulation of a decode step of 64 × 4096 (s of one core)", "{:.3f}"),
     "counted_launch_median_s": ("counting a launch, median (s)", "{:.2f}"),
-}
-HELD_OUT_NAMES = {
-    key: (f"{NAMES[key][0].replace(', ', ' of series that the fit has not seen, ')}", NAMES[key][1])
-    for key in ("hit_rate_mean_error_points", "hit_rate_worst_error_points", "dram_bytes_mean_error_percent")
 }
 
 
@@ -38,13 +38,16 @@ def page(results: dict[str, Any], held_out: dict[str, Any]) -> str:
         f"{100 * fit['capacity_share']:.0f} % of the L2 count, in {ways}; of reads of one tile in the same step "
         f"{100 * fit['coalesced_near']:.0f} % are coalesced before the L2 when the programs are neighbours, "
         f"{100 * fit['coalesced_first']:.0f} % more where these start at once, and "
-        f"{100 * fit['coalesced_far']:.0f} %/√(1 + step) more of all.",
+        f"{100 * fit['coalesced_far']:.0f} %/√(1 + step) more of all; where a row of K is shorter than 256 bytes, "
+        f"these shares times (row/256)^{fit['coalesced_row_power']:g}. The last {len(results['unseen'])} launches were "
+        "drawn at random, and the fit has not seen them.",
         "",
         "| | value | bar | |",
         "|---|---|---|---|",
     ]
     lines += [_bar(results["summary"][key], name, form) for key, (name, form) in NAMES.items()]
-    lines += [_bar(entry, *HELD_OUT_NAMES[key]) for key, entry in held_out["summary"].items()]
+    lines += [_bar(held_out["summary"][key], f"series left out of the fit: {name}", "{:.2f}")
+              for key, name in ERRORS.items()]  # fmt: skip
     lines += ["", *_held_out(held_out)]
     lines += ["", "| both methods | CUPTI hits | ncu hits | CUPTI DRAM | ncu DRAM |", "|---|---|---|---|---|"]
     lines += [_both(row) for row in results["both_methods"] if row["cupti"]]
@@ -56,7 +59,7 @@ def page(results: dict[str, Any], held_out: dict[str, Any]) -> str:
         "| launch | hits counted | simulated | apart (points) | DRAM counted | apart | time | bound by | of it |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    lines += [_row(row) for row in results["rows"]]
+    lines += [_row(row) for row in (*results["rows"], *results["unseen"])]
     lines += [f"| {row['name']} | not counted: {row['error'][:120]} | | | | | | | |" for row in results["refused"]]
     return "\n".join(lines) + "\n"
 
@@ -77,9 +80,7 @@ def _held_out(results: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|",
     ]
     return lines + [
-        f"| {row['left_out']} | {row['launches']} | "
-        + " | ".join(form.format(row[key]) for key, (_, form) in HELD_OUT_NAMES.items())
-        + " |"
+        f"| {row['left_out']} | {row['launches']} | " + " | ".join(f"{row[key]:.2f}" for key in ERRORS) + " |"
         for row in results["rows"]
     ]
 
