@@ -187,8 +187,8 @@ def c19() -> Verdict:
             **{f"the same, median of its moments, {row['what']}, %": row["median"] for row in rows},
             "measured on": measured_on() if rows else "no card yet",
         },
-        "An engine that allocates weights and pool once reserves hardly more than it hands out. It may turn where "
-        "memory grows and shrinks, such as a cache that is concatenated at each token; `labkit bench claims` measures "
-        "that too on a card, and no number of it is stored yet.",
+        "An engine that allocates weights and pool once reserves hardly more than it hands out; where memory grows and "
+        "shrinks, such as a cache that is concatenated at each token, far more is reserved than the guides say. It "
+        "turns for programs in between.",
         "measured on a card",
     )
