@@ -156,8 +156,8 @@ class Engine:
         """Compute one step. When the executor raises, the error goes on to the caller, every running request is
         computed anew from its tokens, and the engine stays usable."""
         start_s = self._clock()
-        batch, outputs = self._step_ahead() if self._overlaps else self._step_now()
-        outputs, self._early = self._early + outputs, ()
+        batch = self._step_ahead() if self._overlaps else self._step_now()
+        outputs, self._early = self._early, ()
         finished, self._finished = tuple(self._finished), []
         return self._result(batch, start_s, outputs, finished)
 
@@ -218,7 +218,7 @@ class Engine:
         self._in_flight = None
         self._executor.close()
 
-    def _step_now(self) -> tuple[ScheduledBatch, tuple[TokenOutput, ...]]:
+    def _step_now(self) -> ScheduledBatch:
         """Schedule, compute, take the tokens."""
         batch = self._scheduler.schedule()
         token_ids: list[int] = []
@@ -229,26 +229,29 @@ class Engine:
                 self._scheduler.forget_all_kv()
                 raise
         self._scheduler.advance(batch)
-        return batch, self._take_tokens(batch, token_ids, self._clock())
+        self._early += self._take_tokens(batch, token_ids, self._clock())
+        return batch
 
-    def _step_ahead(self) -> tuple[ScheduledBatch, tuple[TokenOutput, ...]]:
+    def _step_ahead(self) -> ScheduledBatch:
         """Schedule and queue a step over tokens that are still on the device, then take those of the step before.
 
         A request that turns out to have ended rides along once more; its row is ignored, and what the device writes
         for it comes, in stream order, before anyone else uses its blocks.
         """
-        outputs = self._collect() if self._needs_tokens() else ()
+        # Kept until a step returns: when this one raises, the next brings them.
+        if self._needs_tokens():
+            self._early += self._collect()
         batch = self._scheduler.schedule()
         pending = None
         if batch.sequences or batch.swap_out:
             pending = self._computed(lambda: self._executor.submit(batch))  # type: ignore[attr-defined]
-        outputs += self._collect()
+        self._early += self._collect()
         self._scheduler.advance(batch)
         for sequence, samples in zip(batch.sequences, batch.samples, strict=True):
             if samples and sequence.status is not Status.FINISHED:
                 sequence.token_ids.append(UNKNOWN_TOKEN)
         self._in_flight = None if pending is None else (batch, pending)
-        return batch, outputs
+        return batch
 
     def _collect(self) -> tuple[TokenOutput, ...]:
         """Wait for the step in flight and take its tokens."""

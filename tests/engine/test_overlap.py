@@ -120,6 +120,28 @@ def test_decode_runs_ahead_of_the_host():
     assert executor.most_unknown >= 2
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.1])
+@pytest.mark.parametrize("fail_at", range(1, 8))
+def test_a_step_that_raises_loses_no_streamed_token(fail_at, penalty):
+    """With a penalty the tokens in flight are taken before the step that raises."""
+    plan = bare_plan(virtual_model(), EngineConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64), 40)
+    executor = LateExecutor(plan, fail_at=[fail_at])
+    engine = Engine(None, plan, executor=executor, clock=executor.clock)
+    engine.add_request(
+        EngineRequest(0, (1, 2, 3), SamplingParams(max_tokens=8, ignore_eos=True, repetition_penalty=penalty))
+    )
+    streamed, finished = [], []
+    while engine.has_unfinished:
+        try:
+            result = engine.step()
+        except InjectedError:
+            continue
+        streamed += [output.token_id for output in result.outputs]
+        finished += result.finished
+    assert streamed == list(finished[0].token_ids)
+    assert len(streamed) == 8
+
+
 def test_without_overlap_each_step_gives_its_own_tokens():
     plan = bare_plan(virtual_model(), EngineConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64), 40)
     executor = LateExecutor(plan)
