@@ -95,7 +95,7 @@ class Scheduler:
         for row, sequence in enumerate(batch.sequences):
             if sequence.status is Status.RUNNING:
                 sequence.num_computed_tokens = batch.seq_lens[row]
-                self._register_full_blocks(sequence)
+                self.register_full_blocks(sequence)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence and drop its blocks; a finished one stays as it is."""
@@ -161,9 +161,9 @@ class Scheduler:
             self._preempt(victim, step)
             if victim is sequence:
                 return False
-        return missing <= 0 or self._extend(sequence, missing)
+        return missing <= 0 or self.extend(sequence, missing)
 
-    def _extend(self, sequence: Sequence, count: int) -> bool:
+    def extend(self, sequence: Sequence, count: int) -> bool:
         """`count` more blocks at the end of the table; False when the pool has none to give."""
         last = sequence.block_table[-1] if sequence.block_table else -1
         expected = self.pool.blocks_for(sequence.max_num_tokens) - len(sequence.block_table)
@@ -217,7 +217,7 @@ class Scheduler:
         for block_id in hits:
             self.pool.share(block_id)
         sequence.block_table = hits
-        if not self._extend(sequence, self.pool.blocks_for(start + count) - len(hits)):
+        if not self.extend(sequence, self.pool.blocks_for(start + count) - len(hits)):
             self.pool.free(hits)
             sequence.block_table = []
             return False
@@ -270,7 +270,8 @@ class Scheduler:
         share = min(1.0, newcomer.num_preemptions / _CAREFUL_AFTER)
         return max(0, lacking) + max(soon, math.ceil(share * total))
 
-    def _register_full_blocks(self, sequence: Sequence) -> None:
+    def register_full_blocks(self, sequence: Sequence) -> None:
+        """Let others find the blocks that its computed tokens have filled, where prefixes are cached."""
         if not self.config.enable_prefix_caching:
             return
         block_size = self.pool.block_size

@@ -296,9 +296,9 @@ class VirtualEngine(Engine):
     def _block_event(self, sequence: Sequence, num_computed_tokens: int, is_full: bool) -> None:
         if is_full:
             sequence.num_computed_tokens = num_computed_tokens
-            self._scheduler._register_full_blocks(sequence)
+            self._scheduler.register_full_blocks(sequence)
         else:
-            self._scheduler._extend(sequence, 1)
+            self._scheduler.extend(sequence, 1)
 
 
 def _block_events(

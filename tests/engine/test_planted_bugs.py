@@ -37,7 +37,7 @@ BUGS = {
     ),
     "whole prompt taken from the cache": (Scheduler._cached_prefix, "(sequence.num_tokens - 1)", "sequence.num_tokens"),
     "registered before it is computed": (
-        Scheduler._register_full_blocks,
+        Scheduler.register_full_blocks,
         "count = sequence.num_computed_tokens",
         "count = len(sequence.block_table) * block_size",
     ),
