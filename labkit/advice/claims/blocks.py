@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from labkit.advice.claims.verdict import Verdict, burst, judged, planned, served
 from labkit.measure.attention_shape import BatchShape
+from labkit.measure.l2_points import UNPACKED
 from labkit.measure.l2_step import simulate_step
 from labkit.measure.metrics import kv_use
 from labkit.memory.dtypes import ELEMENT_BYTES
@@ -12,14 +13,13 @@ from labkit.specs.engine_config import EngineConfig
 
 _SMALL, _CARD = "Qwen/Qwen2-0.5B", "A10"
 _LINE_BYTES = 128
-_UNPACKED = "one program for each query head"
 
 
 def _hit_rates(card: str, context: int = 2048, num_seqs: int = 32) -> dict[int, float]:
     model, gpu = load_model(_SMALL), load_gpu(card)
     batch = BatchShape.decode(num_seqs, context)
     return {
-        size: simulate_step(model, gpu, EngineConfig(block_size=size), batch, variant=_UNPACKED).l2_hit_rate
+        size: simulate_step(model, gpu, EngineConfig(block_size=size), batch, variant=UNPACKED).l2_hit_rate
         for size in (8, 16, 32)
     }
 

@@ -1,28 +1,33 @@
-"""What claims need a card for: memory that torch reserves beyond its tensors, 16-bit types, eager mode.
+"""What claims need a card for: memory that torch reserves beyond its tensors, 16-bit types, eager mode, settings of
+batching, logging, and counters of the attention kernels.
 
 `labkit bench claims` measures on this machine's card and writes `card_runs.json`, from which the claims take their
-measured numbers, with card and date. Random weights; about a minute.
+measured numbers, with card and date. Random weights; two minutes.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import logging
 import random
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from labkit.errors import UnsupportedError
+from labkit.measure.l2_points import UNPACKED
 from labkit.results import write_results
 
 FILE = "card_runs.json"
 SMALL, SEVEN = "Qwen/Qwen2-0.5B", "Qwen/Qwen2-7B"
-LIMIT_S, COMMAND, HOME = 60.0, "labkit bench claims", Path(__file__).with_name(FILE)
+LIMIT_S, COMMAND, HOME = 120.0, "labkit bench claims", Path(__file__).with_name(FILE)
 # The guides' claim about reserved memory is about a server at work: mixed lengths that come and go.
 NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 96, (64, 1500), (16, 160)
 Say = Callable[[str], None]
@@ -151,25 +156,160 @@ def dtype_rates(say: Say, rounds: int = 2) -> Row:
     return {"what": f"output tokens/s, 64 requests of 256 and 96 tokens, {SMALL}", **rates}
 
 
-def eager_rates(say: Say) -> Row:
-    """Output tokens/s of 8 requests with and without CUDA graphs, and the graphs' bytes."""
+@dataclass(frozen=True)
+class Comparison:
+    """Settings that a claim compares, on one traffic that comes at once, with labkit's engine.
+
+    Attributes:
+        model: a catalogue name.
+        requests, prompt_tokens, output_tokens: the traffic.
+        settings: name of a row → its knobs.
+        rounds: how often each runs; the best counts.
+    """
+
+    model: str
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    settings: Mapping[str, Mapping[str, Any]]
+    rounds: int = 2
+
+    def measure(self, say: Say) -> Row:
+        """Output tokens/s by name; in `details` also the graphs' bytes, blocks, and how long steps took."""
+        from labkit.engine.bench_gpu import Bench
+
+        bench = Bench(self.model, say)
+        row: Row = {
+            "what": f"output tokens/s, {self.requests} requests of {self.prompt_tokens} and {self.output_tokens} "
+            f"tokens, {self.model}",
+            "details": {},
+        }
+        jobs = [(self.prompt_tokens, self.output_tokens)] * self.requests
+        for name, knobs in self.settings.items():
+            found = bench.throughput(name, jobs, rounds=self.rounds, **{"gpu_memory_utilization": 0.5, **knobs})
+            row[name] = found["output_tokens_per_s"]
+            row["details"][name] = {
+                **{key: found[key] for key in DETAILS}, **step_numbers(bench.steps[name]),
+                "graphs_bytes": _graphs_bytes(bench, knobs),
+            }  # fmt: skip
+        return row
+
+
+DETAILS = ("num_steps", "num_gpu_blocks", "prompt_steps_s", "median_decode_step_ms", "gpu_busy_share")
+
+
+def _graphs_bytes(bench: Any, knobs: Mapping[str, Any]) -> int:
+    engine = bench.engine(**{"gpu_memory_utilization": 0.5, **knobs})
+    size = engine.memory_parts()["cuda_graphs"]
+    engine.close()
+    return int(size)
+
+
+def step_numbers(steps: Sequence[Sequence[float]]) -> Row:
+    """Of a run's steps, columns as `bench_gpu.STEP_COLUMNS`: p99 of the time between tokens, requests at once, tokens
+    read from the cache and seconds in all."""
+    from labkit.engine.bench_gpu import STEP_COLUMNS
+
+    at = {name: STEP_COLUMNS.index(name) for name in STEP_COLUMNS}
+    columns = {name: [step[index] for step in steps] for name, index in at.items()}
+    waits = sorted(zip(columns["duration_s"], columns["num_decode_tokens"], strict=True))
+    wanted, seen, p99 = 0.99 * sum(columns["num_decode_tokens"]), 0.0, 0.0
+    for duration_s, tokens in waits:
+        p99, seen = duration_s, seen + tokens
+        if seen >= wanted:
+            break
+    return {
+        "between_tokens_p99_ms": 1000 * p99, "most_running": int(max(columns["num_running"], default=0)),
+        "tokens_read": int(sum(columns["num_tokens_stored"])), "steps_s": sum(columns["duration_s"]),
+    }  # fmt: skip
+
+
+def logging_rates(say: Say, lines: Sequence[str] = ("none", "a step", "a request")) -> Row:
+    """Output tokens/s of 64 requests with a formatted line written to a file never, after each step, and for each
+    request after each step; with the host's work beside the card's, and with nothing beside it."""
     from labkit.engine.bench_gpu import Bench
 
-    row: Row = {"what": f"output tokens/s, 8 requests of 200 and 200 tokens, {SMALL}"}
     bench = Bench(SMALL, say)
-    for name, eager in (("graphs", False), ("eager", True)):
-        found = bench.throughput(name, [(200, 200)] * 8, rounds=2, enforce_eager=eager, gpu_memory_utilization=0.4)
-        row[name] = found["output_tokens_per_s"]
+    row: Row = {"what": f"output tokens/s, 64 requests of 300 and 100 tokens, {SMALL}"}
+    for overlap in (True, False):
+        engine = bench.engine(overlap=overlap, gpu_memory_utilization=0.5)
+        for _ in range(2):
+            for which in lines:
+                bench.add(engine, [(300, 100)] * 64)
+                bench.torch.cuda.synchronize()
+                rate = 6400 / served_s(engine, which)
+                name = which if overlap else f"{which}, nothing overlaps"
+                row[name] = max(row.get(name, 0.0), rate)
+        engine.close()
+    say(str(row))
     return row
 
 
-MEASUREMENTS: tuple[tuple[str, Callable[[Say], Row]], ...] = (
-    ("reserved, small", lambda say: reserved_by_engine(SMALL, say)),
-    ("reserved, generate", reserved_by_generate),
-    ("dtypes", dtype_rates),
-    ("eager", eager_rates),
-    ("reserved, seven", lambda say: reserved_by_engine(SEVEN, say)),
-)
+def served_s(engine: Any, which: str) -> float:
+    """Seconds until the engine has served what is queued, with lines as `logging_rates` names them."""
+    with tempfile.TemporaryFile("w", encoding="utf-8") as file:
+        handler = logging.StreamHandler(file)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"))
+        logger = logging.Logger("labkit-claim", logging.DEBUG)
+        logger.addHandler(handler)
+        start = time.perf_counter()
+        while engine.has_unfinished:
+            step = engine.step()
+            for number in range({"none": 0, "a step": 1}.get(which, step.num_running)):
+                logger.debug("Scheduled request %s with %d tokens", number, step.num_decode_tokens)
+        return time.perf_counter() - start
+
+
+def attention_counters(say: Say) -> Row:
+    """L2 hit rate, DRAM bytes and occupancy of one attention launch of Qwen2-0.5B and Qwen2-7B by block size, one
+    program for each query head and packed; enough tokens that a launch reads more than the L2 holds."""
+    from labkit.measure.attention_shape import BatchShape
+    from labkit.measure.counters import CORE_METRICS, OCCUPANCY
+    from labkit.measure.kernel_launches import CardCounter
+    from labkit.measure.l2_step import layer_shape
+    from labkit.specs import load_gpu, load_model
+    from labkit.specs.engine_config import EngineConfig
+
+    counter, card = CardCounter(3, (*CORE_METRICS, OCCUPANCY)), load_gpu("auto")
+    launches: Row = {}
+    for name, variant in ((SMALL, UNPACKED), (SMALL, "full"), (SEVEN, "full")):
+        model = load_model(name)
+        for size in (16, 8, 32):
+            shape = layer_shape(model, EngineConfig(block_size=size), model.layers[0], BatchShape.decode(128, 8192))
+            found = counter.count(shape, card, variant)
+            if found.counters is None or not found.counters.method.startswith("measured"):
+                raise UnsupportedError("; ".join(found.notes) or "the card does not let count", works="ncu's rights")
+            counted = found.counters
+            launches[f"{name}, {variant}, block {size}"] = {
+                "l2_hit_rate": counted.l2_hit_rate, "dram_bytes": counted.dram_bytes, "kv_bytes": shape.kv_bytes,
+                "kernel_time_s": counted.kernel_time_s, "dram_bytes_per_s": counted.dram_bytes_per_s,
+                "warps_active_share": counted.warps_active_share, "method": counted.method,
+            }  # fmt: skip
+            say(f"{name}, {variant}, block {size}: {counted}")
+    return {"what": "one attention launch, 128 requests of 8,192 tokens", "launches": launches}
+
+
+# The pool of 11 requests of 8,192 tokens, as on the A10 of the simulation.
+POOL = {"max_model_len": 8192, "num_gpu_blocks_override": 11 * 512}
+GRAPHS: dict[str, dict[str, Any]] = {"graphs": {}, "eager": {"enforce_eager": True}}
+SEATS = {f"{seqs}": {"max_num_seqs": seqs} for seqs in (64, 256)}
+CACHES = {"contiguous": {**POOL, "max_num_seqs": 11}, "paged": POOL}
+STEPS = {f"{tokens}": {"max_num_batched_tokens": tokens, "max_num_seqs": 32} for tokens in (2048, 8192, 49152)}
+LENGTHS = {f"{length}": {"max_model_len": length} for length in (4096, 8192, 32768)}
+MEASUREMENTS: Mapping[str, Callable[[Say], Row]] = {
+    "reserved, small": lambda say: reserved_by_engine(SMALL, say),
+    "reserved, generate": reserved_by_generate,
+    "dtypes": dtype_rates,
+    "eager": Comparison(SMALL, 8, 200, 200, GRAPHS).measure,
+    "logging": logging_rates,
+    "counters": attention_counters,
+    "max-model-len": Comparison(SMALL, 64, 1000, 100, LENGTHS).measure,
+    "reserved, seven": lambda say: reserved_by_engine(SEVEN, say),
+    "eager, seven": Comparison(SEVEN, 8, 200, 200, GRAPHS).measure,
+    "paged": Comparison(SEVEN, 128, 500, 200, CACHES, rounds=1).measure,
+    "max-num-seqs": Comparison(SEVEN, 300, 500, 200, SEATS, rounds=1).measure,
+    "step tokens": Comparison(SEVEN, 128, 1280, 200, STEPS, rounds=1).measure,
+}
 
 
 def measure_all(
@@ -194,13 +334,12 @@ def measure_all(
     if path.is_file():
         content = json.loads(path.read_text(encoding="utf-8"))
     rows: dict[str, Row] = {row["key"]: row for row in content["rows"]} if content["card"] == card else {}
-    measurements = dict(MEASUREMENTS)
-    for key in keys or measurements:
+    for key in keys or MEASUREMENTS:
         if time.monotonic() - start > limit_s:
             say(f"{key}: left out, {limit_s:g} s are over")
             continue
         try:
-            row = measurements[key](say)
+            row = MEASUREMENTS[key](say)
         except Exception as error:
             say(traceback.format_exc(limit=-3))
             row = {"error": f"{type(error).__name__}: {error}"[:300]}
