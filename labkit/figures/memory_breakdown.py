@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
+from typing import Any
 
 import plotly.graph_objects as go
 
 from labkit import format as fmt
-from labkit.figures.frame import empty, frame
-from labkit.figures.palette import OUTLINE, PART_COLORS, get_theme, label, pattern, text_on
+from labkit.figures.frame import empty
+from labkit.figures.palette import OUTLINE, PART_COLORS, get_theme, label, pattern, template, text_on
 from labkit.figures.tables import Table, make_table
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import PART_TITLES, PARTS, MemoryBreakdown, MemoryPlan
@@ -93,56 +94,63 @@ def draw_memory_breakdown(info: MemoryBreakdownInfo, theme: str = "light", narro
     Args:
         narrow: the page has room for one name a row in the legend only.
     """
+    return go.Figure(memory_breakdown_json(info, theme, narrow))
+
+
+def memory_breakdown_json(info: MemoryBreakdownInfo, theme: str = "light", narrow: bool = False) -> dict[str, Any]:
+    """What `draw_memory_breakdown` draws, as plotly's JSON: each turn of a knob needs it, and go.Figure takes 8 ms to
+    check it."""
     if not info.bars:
-        return empty(theme, "no plan yet: choose a model and a card")
-    figure = frame(theme)
+        return empty(theme, "no plan yet: choose a model and a card").to_plotly_json()
     divisor, unit = fmt.memory_scale(info.scale_bytes)
-    for part in PARTS:
-        figure.add_trace(_trace(info, part, divisor, theme))
     legend_rows = sum(any(dict(bar.parts)[part] for bar in info.bars) for part in PARTS) if narrow else 4
+    legend_height = (20 if narrow else 16) * legend_rows
     sides = {"l": 60, "r": 8} if narrow else {"l": 84, "r": 20}
-    figure.update_layout(
-        barmode="stack",
-        bargap=0.35,
-        height=106 + (20 if narrow else 16) * legend_rows + 40 * len(info.bars),
-        uniformtext={"minsize": 10, "mode": "hide"},
-        legend={
+    layout = {
+        "template": template(theme),
+        "barmode": "stack",
+        "bargap": 0.35,
+        "height": 106 + legend_height + 40 * len(info.bars),
+        "uniformtext": {"minsize": 10, "mode": "hide"},
+        "legend": {
             "traceorder": "normal",
             "entrywidth": 1.0 if narrow else 0.5,
             "entrywidthmode": "fraction",
             "font": {"size": 10 if narrow else 11},
             "maxheight": 0.9,
         },
-        margin={**sides, "t": (20 if narrow else 16) * legend_rows, "b": 44},
-        shapes=[_total_line(bar, index, divisor, theme) for index, bar in enumerate(info.bars)],
-    )
-    figure.update_xaxes(title_text=f"memory ({unit})", range=[0, 1.01 * info.scale_bytes / divisor], fixedrange=True)
-    figure.update_yaxes(autorange="reversed", fixedrange=True, ticks="", showgrid=False)
-    return figure
+        "margin": {**sides, "t": legend_height, "b": 44},
+        "shapes": [_total_line(bar, index, divisor, theme) for index, bar in enumerate(info.bars)],
+        "xaxis": {"title": {"text": f"memory ({unit})"}, "range": [0, 1.01 * info.scale_bytes / divisor],
+                  "fixedrange": True},
+        "yaxis": {"autorange": "reversed", "fixedrange": True, "ticks": "", "showgrid": False},
+    }  # fmt: skip
+    return {"data": [_trace(info, part, divisor, theme) for part in PARTS], "layout": layout}
 
 
-def _trace(info: MemoryBreakdownInfo, part: str, divisor: float, theme: str) -> go.Bar:
+def _trace(info: MemoryBreakdownInfo, part: str, divisor: float, theme: str) -> dict[str, Any]:
     sizes = [max(0, dict(bar.parts)[part]) for bar in info.bars]
     fill = PART_COLORS[part]
     patterns = ["x" if part == "outside" else "/" if bar.row == "predicted" and part != "free" else ""
                 for bar in info.bars]  # fmt: skip
-    return go.Bar(
-        showlegend=any(dict(bar.parts)[part] for bar in info.bars),
-        name=f"{PART_TITLES[part].split(' (')[0]} {fmt.memory(dict(info.bars[0].parts)[part])}",
-        orientation="h",
-        y=[bar.row for bar in info.bars],
-        x=[size / divisor for size in sizes],
-        marker={"color": fill, "line": {"color": get_theme(theme).page if part != "free" else OUTLINE, "width": 1},
-                "pattern": pattern(patterns, fill)},
-        text=[_inside(part, size, info.scale_bytes) for size in sizes],
-        textposition="inside",
-        insidetextanchor="middle",
-        textangle=0,
-        textfont={"color": text_on(fill) if part != "free" else get_theme(theme).text},
-        hovertext=[_hover(bar, part) for bar in info.bars],
-        hovertemplate="%{hovertext}<extra></extra>",
-        legendgroup=part,
-    )  # fmt: skip
+    return {
+        "type": "bar",
+        "showlegend": any(dict(bar.parts)[part] for bar in info.bars),
+        "name": f"{PART_TITLES[part].split(' (')[0]} {fmt.memory(dict(info.bars[0].parts)[part])}",
+        "orientation": "h",
+        "y": [bar.row for bar in info.bars],
+        "x": [size / divisor for size in sizes],
+        "marker": {"color": fill, "line": {"color": get_theme(theme).page if part != "free" else OUTLINE, "width": 1},
+                   "pattern": pattern(patterns, fill)},
+        "text": [_inside(part, size, info.scale_bytes) for size in sizes],
+        "textposition": "inside",
+        "insidetextanchor": "middle",
+        "textangle": 0,
+        "textfont": {"color": text_on(fill) if part != "free" else get_theme(theme).text},
+        "hovertext": [_hover(bar, part) for bar in info.bars],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "legendgroup": part,
+    }  # fmt: skip
 
 
 def _inside(part: str, size: int, scale: int) -> str:
@@ -169,7 +177,7 @@ def _hover(bar: MemoryBar, part: str) -> str:
     return "<br>".join(lines)
 
 
-def _total_line(bar: MemoryBar, index: int, divisor: float, theme: str) -> dict:
+def _total_line(bar: MemoryBar, index: int, divisor: float, theme: str) -> dict[str, Any]:
     position = bar.total_bytes / divisor
     return {"type": "line", "x0": position, "x1": position, "y0": index - 0.42, "y1": index + 0.42,
             "line": {"color": get_theme(theme).text, "width": 2}}  # fmt: skip

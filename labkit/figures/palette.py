@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-import plotly.graph_objects as go
-
 from labkit.text import plain
 
 ThemeName = Literal["light", "dark"]
@@ -99,7 +97,7 @@ def text_on(fill: str) -> str:
     return "#ffffff" if fill in ("#0072B2", "#666666", "#D55E00") else "#000000"
 
 
-def template(name: str) -> go.layout.Template:
+def template(name: str) -> dict[str, Any]:
     """plotly template `labkit_light` or `labkit_dark`: transparent paper, page colours only where text stands."""
     theme = get_theme(name)
     axis: dict[str, Any] = {
@@ -113,8 +111,8 @@ def template(name: str) -> go.layout.Template:
         "separatethousands": True,
         "title": {"standoff": 8},
     }
-    return go.layout.Template(
-        layout={
+    return {
+        "layout": {
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
             "font": {"family": FONT, "size": 12, "color": theme.text},
@@ -129,7 +127,7 @@ def template(name: str) -> go.layout.Template:
             "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": theme.muted, "activecolor": theme.text},
             "dragmode": "zoom",
         }
-    )
+    }
 
 
 _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "$": "&#36;", "%": "&#37;"})

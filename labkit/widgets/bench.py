@@ -38,7 +38,8 @@ def bench_panel(
     Args:
         path: of the results file.
         cases: (model, card) pairs from the catalogue.
-        rounds: how often the list of changes is gone through, after one that is not counted.
+        rounds: how often the list of changes is gone through, after one that is not counted; each in a panel of its
+            own, which has planned none of the settings before.
 
     Returns:
         For each case median, p95 and worst in milliseconds, to the redrawn traces and to the whole change.
@@ -62,12 +63,9 @@ def bench_panel(
 
 def _bench_case(model: str, card: str, rounds: int) -> dict[str, Any]:
     session = LabSession(model=model, gpu=card, store="sqlite://")
-    panel = Panel(session)
     try:
-        times = _turn_knobs(panel, rounds)
+        times = [entry for turn in range(rounds + 1) for entry in _turn_knobs(session) if turn]
     finally:
-        panel.settle()
-        panel.close_parts()
         session.close()
     traces, whole, cpu = zip(*times, strict=True)
     return {
@@ -80,21 +78,24 @@ def _bench_case(model: str, card: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def _turn_knobs(panel: Panel, rounds: int) -> list[tuple[float, float, float]]:
+def _turn_knobs(session: LabSession) -> list[tuple[float, float, float]]:
+    panel = Panel(session)
     drawn: list[float] = []
     panel.pictures.memory.observe(lambda _: drawn.append(time.perf_counter()), "figure")
     times = []
-    for turn in range(rounds + 1):
-        for knob, values in CHANGES.items():
-            for value in values:
-                panel.settle()
-                drawn.clear()
-                gc.collect()
-                start, cpu = time.perf_counter(), time.process_time()
-                panel.knobs[knob].value = value
-                end, cpu_end = time.perf_counter(), time.process_time()
-                if turn and drawn:
-                    times.append((1e3 * (drawn[-1] - start), 1e3 * (end - start), 1e3 * (cpu_end - cpu)))
+    try:
+        for knob, value in ((knob, value) for knob, values in CHANGES.items() for value in values):
+            panel.settle()
+            drawn.clear()
+            gc.collect()
+            start, cpu = time.perf_counter(), time.process_time()
+            panel.knobs[knob].value = value
+            end, cpu_end = time.perf_counter(), time.process_time()
+            if drawn:
+                times.append((1e3 * (drawn[-1] - start), 1e3 * (end - start), 1e3 * (cpu_end - cpu)))
+    finally:
+        panel.settle()
+        panel.close_parts()
     return times
 
 

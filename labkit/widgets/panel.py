@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ from labkit.widgets.run_edit import RunEditor
 
 LIVE_POINTS = 400
 GAINS_DELAY_S = 0.15
+PLANS_KEPT = 512
 
 
 class Panel(ipw.VBox):
@@ -53,6 +55,8 @@ class Panel(ipw.VBox):
     def __init__(self, session: SessionLike, config: EngineConfig | None = None) -> None:
         self.session = session
         self.plan: MemoryPlan | None = None
+        # A step's gains and the advice ask for the same neighbours over and over, and a turned knob for one of them.
+        self._plan_of = functools.lru_cache(PLANS_KEPT)(session.plan)
         self._lock = threading.RLock()
         self._generation = 0
         self._advice: tuple[Advice, ...] = ()
@@ -138,15 +142,15 @@ class Panel(ipw.VBox):
         with self._lock:
             self._generation += 1
             try:
-                plan = self.session.plan(config)
+                plan = self._plan_of(config)
             except LabkitError as error:
                 self._show_plan_error(error)
                 return
             self.plan, self._study = plan, None
             self.knob_set.clear_errors()
+            self._show_plan(plan)
             for control in self.knobs.values():
                 control.show_plan(plan)
-            self._show_plan(plan)
         self._gains_later()
 
     def _show_plan_error(self, error: LabkitError) -> None:
@@ -160,7 +164,7 @@ class Panel(ipw.VBox):
         record = self._matching(plan)
         self.pictures.show_memory(plan, record, self._by_id(self._baseline_id))
         study = self._study
-        self._advice = study.advice if study else advise(plan, self.session.plan, record=record)
+        self._advice = study.advice if study else advise(plan, self._plan_of, record=record)
         limit = study.limit if study else binding_limit(plan, record)
         best = self._advice[0] if self._advice else None
         level = {"fits": "ok", "may not fit": "warn"}.get(plan.verdict, "bad")
@@ -175,9 +179,9 @@ class Panel(ipw.VBox):
 
     def _show_stale(self, plan: MemoryPlan) -> None:
         chosen = self._by_id(self._chosen_id)
-        would_run = plan.config if chosen and chosen.origin == "simulated" else self._would_run(plan)
+        would_run = plan.config if chosen is None or chosen.origin == "simulated" else self._would_run(plan)
         differing = chosen.plan.config.differences(would_run) if chosen else {}
-        if not chosen or not differing:
+        if not differing:
             self.stale.say("")
             return
         names = ", ".join(differing)
@@ -245,7 +249,7 @@ class Panel(ipw.VBox):
             with self._lock:
                 if generation != self._generation or self.plan is None:
                     return
-                control.show_gains(get_next_steps_info(control.knob, self.plan, self.config, self.session.plan))
+                control.show_gains(get_next_steps_info(control.knob, self.plan, self.config, self._plan_of))
         self._study_traffic(generation)
 
     def _study_traffic(self, generation: int) -> None:
@@ -254,7 +258,7 @@ class Panel(ipw.VBox):
         if plan is None or book is None:
             return
         found = study_load(
-            plan, self.session.workload, self.session.plan, record=self._matching(plan), book=book,
+            plan, self.session.workload, self._plan_of, record=self._matching(plan), book=book,
             is_stale=lambda: generation != self._generation,
         )  # fmt: skip
         with self._lock:

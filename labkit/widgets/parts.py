@@ -144,10 +144,11 @@ class Chart(Part):
     def __init__(self, **traits: Any) -> None:
         super().__init__(kind="chart", **traits)
 
-    def show(self, figure: go.Figure, description: str = "") -> None:
-        """Draw `figure`; `description` is what a screen reader says of it."""
+    def show(self, figure: go.Figure | Mapping[str, Any], description: str = "") -> None:
+        """Draw `figure`, a figure or its plotly JSON; `description` is what a screen reader says of it."""
+        described = figure if isinstance(figure, Mapping) else figure.to_plotly_json()
         with self.hold_sync():
-            self.figure, self.description = _plain_lists(figure.to_plotly_json()), plain(description, 1000)
+            self.figure, self.description = _plain_lists(described), plain(description, 1000)
 
     def on_run_click(self, handle: Callable[[str], None]) -> None:
         """Call `handle` with the id of the run whose point was clicked."""

@@ -129,7 +129,7 @@ class Pictures:
         """Redraw the memory bar; `record` only where it ran with the settings of `plan`."""
         info = memory_breakdown.get_memory_breakdown_info(plan, record, baseline)
         sentence = memory_breakdown.caption(info)
-        self.memory.show(memory_breakdown.draw_memory_breakdown(info, self.look.theme, self.look.narrow), sentence)
+        self.memory.show(memory_breakdown.memory_breakdown_json(info, self.look.theme, self.look.narrow), sentence)
         self.memory_caption.say(sentence)
         self.memory_table.show(memory_breakdown.table(info))
 

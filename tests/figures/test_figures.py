@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -82,6 +83,17 @@ def test_the_memory_bar_has_every_byte_of_the_card():
     assert sum(trace.x[0] for trace in figure.data) == pytest.approx(24.0, abs=1e-9)
     assert figure.layout.xaxis.title.text == "memory (GiB)"
     assert figure.layout.xaxis.range[0] == 0
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_json_of_the_memory_bar_is_what_plotly_checked(theme, narrow):
+    """The panel sends it without building a figure; plotly refuses a wrong name or value and fills nothing in."""
+    for record in (sample_record(), STATES["hostile"]):
+        info = memory_breakdown.get_memory_breakdown_info(record.plan, record, record)
+        drawn = memory_breakdown.memory_breakdown_json(info, theme, narrow)
+        assert memory_breakdown.draw_memory_breakdown(info, theme, narrow).to_plotly_json() == drawn
+        assert json.loads(json.dumps(drawn)) == drawn
 
 
 def test_an_overrun_bar_is_longer_than_the_card_and_says_by_how_much():

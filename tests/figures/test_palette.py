@@ -126,7 +126,7 @@ def test_text_on_a_part_reads(part):
 
 def test_an_unknown_theme_is_light():
     assert get_theme("sepia") is LIGHT
-    assert template("dark").layout.font.color == DARK.text
+    assert template("dark")["layout"]["font"]["color"] == DARK.text
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,19 @@ def test_turning_a_knob_redraws_the_bar_of_its_plan(make_panel, knob, value):
     assert panel.config == EngineConfig(**{knob: value})
 
 
+def test_settings_that_were_planned_are_not_planned_again(make_panel):
+    panel = make_panel()
+    panel.settle()
+    panel.knobs["block_size"].value = 64
+    panel.settle()
+    planned, shown = panel.session.plan_calls, bar_bytes(panel)
+    panel.knob_set.undo()
+    panel.settle()
+    assert panel.session.plan_calls == planned, "the settings before, their advice and every step from them are known"
+    panel.knob_set.redo()
+    assert bar_bytes(panel) == shown
+
+
 def test_the_answer_names_fit_limit_and_the_best_change(make_panel):
     panel = make_panel()
     assert panel.answer.heading == "SmolLM2-135M-Instruct · cpu · azure-conv"
