@@ -65,6 +65,13 @@ def share(part: float | None, whole: float | None) -> str:
     return f"{percent:.1f} %" if abs(percent) < 10 else f"{percent:.0f} %"
 
 
+def progress(done: float, total: float, unit: str) -> str:
+    """How far something is: "1.25 GiB of 14.9 GiB (8.4 %)" for the unit "bytes", "3 of 40 requests" for others."""
+    if unit == "bytes":
+        return f"{memory(done)} of {memory(total)} ({share(done, total)})"
+    return f"{count(done)} of {count(total)} {unit}".rstrip()
+
+
 def memory_with_share(num_bytes: float, total_bytes: float) -> str:
     """An amount and its share: "12.3 GiB (15 %)"."""
     return f"{memory(num_bytes)} ({share(num_bytes, total_bytes)})"

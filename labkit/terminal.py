@@ -214,7 +214,8 @@ class ProgressLine:
         times = f"{shown.duration(event.get('elapsed_s', time.monotonic() - self._start))} elapsed"
         if event.get("remaining_s") is not None:
             times += f", about {shown.duration(event['remaining_s'])} left"
-        text = plain(f"{event['phase']} {event['done']} of {event['total']} {event.get('unit', '')}")
+        text, unit = plain(event["phase"]), plain(event.get("unit", ""), 40)
+        text += f" {shown.progress(event['done'], event['total'], unit)}" if unit else ""
         self._bar.update(self._task, description=text, total=event["total"], completed=event["done"], times=times)
         if not self._console.is_terminal and time.monotonic() - self._last_line > QUIET_S:
             self._say(f"{text} · {times}")

@@ -45,6 +45,13 @@ def test_bandwidth_is_decimal_and_durations_change_unit():
     ]  # fmt: skip
 
 
+def test_progress_of_bytes_has_amount_and_share():
+    assert shown.progress(1.25 * 2**30, 14.9 * 2**30, "bytes") == "1.25 GiB of 14.9 GiB (8.4 %)"
+    assert shown.progress(0, 512 * 2**20, "bytes") == "0 B of 512 MiB (0.0 %)"
+    assert shown.progress(3, 1200, "requests") == "3 of 1,200 requests"
+    assert shown.progress(3, 4, "") == "3 of 4"
+
+
 def test_share_and_change_never_stand_alone():
     assert shown.memory_with_share(12.3 * 2**30, 80 * 2**30) == "12.3 GiB (15 %)"
     assert shown.share(1, 10_000) == "<0.1 %"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from labkit.errors import DoesNotFitError, FileFormatError, UnsupportedError
+from labkit.errors import CancelledError, DoesNotFitError, FileFormatError, UnsupportedError
 from labkit.experiments.backend import Emit, IsCancelled, is_lost_context
 from labkit.experiments.rank_backend import threads_of_environment
 from labkit.experiments.rank_group import RankGroup
@@ -26,6 +26,8 @@ from labkit.specs.model_spec import ModelSpec
 from labkit.specs.workload import Workload
 from labkit.text import plain
 from labkit.versions import versions
+
+READING_TOLD_S = 0.125
 
 
 class EngineBackend:
@@ -57,9 +59,12 @@ class EngineBackend:
         emit(_progress("load", 0, start))
         spec = from_plain(ModelSpec, arguments["model"])
         source = arguments["source"] or None
-        self._decoder = self._loader(arguments.get("tensor_parallel_size", 1), device)(
+        size = arguments.get("tensor_parallel_size", 1)
+        # Ranks that wait for one that has left would be ended, so they read to the end.
+        told = _Reading(emit, is_cancelled if size == 1 else lambda: False, start)
+        self._decoder = self._loader(size, device)(
             spec, source, arguments["dtype"], arguments["load_format"], seed=arguments.get("seed", 0),
-            quantization=arguments.get("quantization"),
+            quantization=arguments.get("quantization"), on_read=told,
         )  # fmt: skip
         # A full collection walks all that torch has for a quarter of a second, in which the card would wait.
         gc.freeze()
@@ -200,6 +205,33 @@ class EngineBackend:
             self._engine.close()
         self._engine = None
         gc.collect()
+
+
+class _Reading:
+    """Tells how much of the weights is read, a few times a second; ends the reading after Cancel."""
+
+    def __init__(self, emit: Emit, is_cancelled: IsCancelled, start: float) -> None:
+        self._emit, self._is_cancelled, self._start = emit, is_cancelled, start
+        self._told_at = 0.0
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        if self._is_cancelled():
+            raise CancelledError("cancelled while the weights were read")
+        now = time.monotonic()
+        if now - self._told_at < READING_TOLD_S:
+            return
+        self._told_at, elapsed_s = now, now - self._start
+        self._emit(
+            {
+                "type": "progress",
+                "phase": "load",
+                "done": done_bytes,
+                "total": total_bytes,
+                "unit": "bytes",
+                "elapsed_s": elapsed_s,
+                "remaining_s": elapsed_s * (total_bytes - done_bytes) / done_bytes if done_bytes else None,
+            }
+        )
 
 
 def _prepare(device: str) -> None:

@@ -19,6 +19,7 @@ from labkit.experiments.other_rank import OtherRank
 from labkit.experiments.rank_backend import connect, make_executor, rank_device
 from labkit.experiments.serialise import to_plain
 from labkit.memory.records import MemoryPlan
+from labkit.models.read_tally import OnRead, nothing
 from labkit.specs.model_spec import ModelSpec
 
 POLL_S = 0.05
@@ -82,9 +83,13 @@ class RankGroup:
         source: str | None = None,
         dtype: str = "auto",
         load_format: str = "auto",
+        *,
+        on_read: OnRead = nothing,
         **settings: Any,
     ) -> Any:
         """This rank's `Decoder`; every rank reads its own part. Arguments as of `load_model_weights`.
+
+        `on_read` is told of this rank's part, and must not raise: the others would wait for it.
 
         Raises:
             LabkitError: what `load_model_weights` raises, on this rank or another.
@@ -106,8 +111,9 @@ class RankGroup:
                 self._wait_for_others()
                 self._ranks = connect({**shared, "rank": 0})
             self._decoder = load_model_weights(
-                spec, source, dtype, load_format, device=rank_device(self.device, 0), ranks=self._ranks, **settings
-            )
+                spec, source, dtype, load_format, device=rank_device(self.device, 0), ranks=self._ranks,
+                on_read=on_read, **settings,
+            )  # fmt: skip
 
         each = [{**shared, "rank": other.rank, "steps": other.steps_descriptor} for other in self._others]
         self._together("load", each, here)

@@ -129,7 +129,10 @@ class LocalRunner:
         if generation == self._generation and self._loaded == wanted:
             return
         self._loaded = None
-        on_event({"type": "status", "phase": "load", "message": "loading the model"})
+        # A new process first imports torch.
+        is_new = generation != self._generation
+        message = "starting the worker" if is_new else "loading the model"
+        on_event({"type": "status", "phase": "start" if is_new else "load", "message": message})
         names = ("model", "source", "dtype", "load_format", "quantization", "device", "tensor_parallel_size")
         arguments = dict(zip(names, wanted, strict=True))
         arguments["model"] = to_plain(job.plan.model)

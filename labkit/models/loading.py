@@ -24,6 +24,7 @@ from labkit.models.moe import MoeWeights, stacked
 from labkit.models.quantization import engine_format
 from labkit.models.quantized import AwqMatrix, quantize_fp8
 from labkit.models.ranks import ONE_RANK, Ranks
+from labkit.models.read_tally import OnRead, ReadTally, bytes_to_read, nothing
 from labkit.models.supported import check_supported
 from labkit.models.weight_sources import DummySource, GgufSource, SafetensorsSource, WeightSource
 from labkit.specs.gguf import read_gguf
@@ -51,6 +52,7 @@ def load_model_weights(
     pack_weights: bool = True,
     quantization: str | None = None,
     dequantize: bool | None = None,
+    on_read: OnRead = nothing,
 ) -> Decoder:
     """A decoder with weights.
 
@@ -67,6 +69,7 @@ def load_model_weights(
         quantization: vLLM's word for the weight format; "fp8" quantises 16-bit weights while they are loaded.
         dequantize: keep the rounded values in `dtype` instead of the smaller format; None does so on a CPU, where
             no product of these formats is faster.
+        on_read: called after each tensor with the bytes that are read by now, and all; what it raises ends the loading.
 
     Raises:
         FileFormatError: no such source, or a tensor is missing, unexpected or of another shape; it is named.
@@ -80,7 +83,9 @@ def load_model_weights(
     target = torch.device(device)
     storage = _Storage(fmt, pack_weights, target.type == "cpu" if dequantize is None else dequantize)
     opened = _open(spec.replace(weight_format=fmt), source, load_format, seed)
-    loader = _Loader(spec, opened, _torch_dtype(spec, dtype), target, storage)
+    compute = _torch_dtype(spec, dtype)
+    tally = ReadTally(bytes_to_read(spec, fmt, str(compute).removeprefix("torch."), ranks.size), on_read)
+    loader = _Loader(spec, opened, compute, target, storage, tally)
     weights = loader.weights(ranks.rank, ranks.size)
     loader.check_all_used()
     return Decoder(spec, weights, ranks=ranks)
@@ -152,12 +157,13 @@ class _Loader:
         dtype: torch.dtype,
         device: torch.device,
         storage: _Storage,
+        tally: ReadTally,
     ) -> None:
         self.spec = spec
         self.storage = storage
         self.dtype = dtype
         self.awq = AwqReader(self._whole, storage.fmt.group_size, device)
-        self._source = source
+        self._source, self._tally = source, tally
         self._device = device
         self._used: set[str] = set()
         self._is_dummy = isinstance(source, DummySource)
@@ -229,7 +235,7 @@ class _Loader:
         out = torch.empty((rows, *parts[0][1][1:]), dtype=self.dtype, device=self._fill_device())
         start = 0
         for name, shape in parts:
-            self._source.fill(self._full(name), out[start : start + shape[0]])
+            self._fill(name, out[start : start + shape[0]])
             start += shape[0]
         return out.to(self._device)
 
@@ -246,8 +252,12 @@ class _Loader:
 
     def _filled(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         out = torch.empty(shape, dtype=dtype or self.dtype, device=self._fill_device())
-        self._source.fill(self._full(name), out)
+        self._fill(name, out)
         return out
+
+    def _fill(self, name: str, out: torch.Tensor) -> None:
+        self._source.fill(self._full(name), out)
+        self._tally.add(out)
 
     def _part(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> torch.Tensor:
         """The slices `cut` of a tensor, of which only those are read where the source can."""
@@ -255,6 +265,7 @@ class _Loader:
         out = torch.empty((*sizes, *shape[len(cut) :]), dtype=self.dtype, device=self._fill_device())
         if out.numel():
             self._source.fill_part(self._full(name), shape, cut, out)
+            self._tally.add(out)
         return out
 
     def _whole(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -113,7 +113,7 @@ class RunBar:
         head = f"Run {view.run_index + 1} of {view.num_runs}, " if view.num_runs > 1 else ""
         words = f"{head}{'cancelling' if view.cancelling else view.phase}"
         if view.unit:
-            words += f": {fmt.count(view.done)} of {fmt.count(view.total)} {view.unit}"
+            words += f": {fmt.progress(view.done, view.total, view.unit)}"
         words += f", {fmt.duration(round(view.elapsed_s(now), 1))} elapsed"
         words += f", about {fmt.duration(round(view.left_s, 1))} left" if view.left_s is not None else ""
         in_all_s = view.left_in_all_s(now)

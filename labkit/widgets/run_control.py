@@ -214,8 +214,9 @@ class RunControl:
         self._screen.begin(event["plan"], view)
 
 
-_PHASES = {"load": "starting the worker, loading the weights", "configure": "allocating the KV pool", "run": "running",
-           "measure memory": "measuring memory", "simulate": "simulating", "count steps": "counting steps"}  # fmt: skip
+_PHASES = {"start": "starting the worker", "load": "loading the weights", "configure": "allocating the KV pool",
+           "run": "running", "measure memory": "measuring memory", "simulate": "simulating",
+           "count steps": "counting steps"}  # fmt: skip
 
 
 def _phase(name: object) -> str:
@@ -232,6 +233,7 @@ def read_event(event: dict[str, Any], view: RunView) -> list[dict[str, Any]]:
         view.phase, view.left_s = _phase(event["phase"]), event.get("remaining_s")
     elif kind == "status":
         view.phase = _phase(event.get("phase", event.get("status", view.phase)))
+        view.done, view.total, view.unit, view.left_s = 0, 0, "", None
     elif kind == "log":
         view.log = [*view.log, *(plain(line, 300) for line in str(event.get("message", "")).splitlines())][-LOG_LINES:]
     return []

@@ -33,6 +33,14 @@ def test_before_an_estimate_only_the_elapsed_time_is_said(line, capsys):
     assert shown(line, capsys, {**PROGRESS, "remaining_s": None}) == ["run 3 of 12 requests · 4.00 s elapsed"]
 
 
+def test_weights_are_read_in_bytes_and_a_step_without_a_count_has_none(line, capsys):
+    load = {**PROGRESS, "phase": "load", "done": 2**30, "total": 4 * 2**30, "unit": "bytes", "remaining_s": 12.0}
+    assert shown(line, capsys, load, {**load, "done": 1, "total": 1, "unit": "", "remaining_s": None}) == [
+        "load 1.00 GiB of 4.00 GiB (25 %) · 4.00 s elapsed, about 12.0 s left",
+        "load · 4.00 s elapsed",
+    ]
+
+
 def test_lines_come_now_and_then(monkeypatch, capsys):
     monkeypatch.setattr(terminal, "QUIET_S", 3600.0)
     events = [{**PROGRESS, "done": done, "remaining_s": 1.0} for done in range(12)]
