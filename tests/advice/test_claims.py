@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from labkit.advice.claims import claim_ids, judge, judge_all, limits, on_card
+from labkit.advice.claims import claim_ids, judge, judge_all, limits, on_card, speed
 from labkit.advice.claims.on_card import excess_percent
 from labkit.errors import UnknownNameError
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
+SMALL, SEVEN = "Qwen/Qwen2-0.5B", "Qwen/Qwen2-7B"
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +67,49 @@ def test_fp8_halves_and_awq_does_not_touch_kv(verdicts):
 
 
 def test_graphs_matter_where_steps_are_short(verdicts):
-    small, large, graphs = verdicts["C24"].numbers.values()
-    assert small > 5 > large >= 0
-    assert graphs > 0
+    numbers = verdicts["C24"].numbers
+    lost = {name: numbers[f"lost by eager mode, 8 requests, {name}, A10, %"] for name in (SMALL, SEVEN)}
+    assert lost[SMALL] > 5 > lost[SEVEN] >= 0
+    assert numbers["graphs of vLLM, Qwen2-7B, GiB"] > 0
+
+
+def test_what_eager_mode_lost_on_a_card_is_worked_out_of_the_measured_rates(verdicts):
+    for key, name in (("eager", SMALL), ("eager, seven", SEVEN)):
+        row = on_card.card_runs()["rows"][key]
+        lost = 100 * (row["graphs"] - row["eager"]) / row["graphs"]
+        shown = verdicts["C24"].numbers[f"the same, measured with labkit's engine, 8 requests, {name}, %"]
+        assert shown == pytest.approx(lost, rel=1e-3)
+        assert row["details"]["graphs"]["graphs_bytes"] > 0 == row["details"]["eager"]["graphs_bytes"]
+    assert verdicts["C24"].method == "measured on a card"
+
+
+@pytest.mark.parametrize(("rates", "verdict"), [((100, 90, 50), "depends"), ((100, 95, 90), "wrong"),
+                                                ((100, 80, 50), "holds")])  # fmt: skip
+def test_the_verdict_on_logging_follows_the_measurement(monkeypatch, rates, verdict):
+    row = {f"{which}{ending}": rate for which, rate in zip(("none", "a step", "a request"), rates, strict=True)
+           for ending in ("", ", nothing overlaps")}  # fmt: skip
+    monkeypatch.setattr(speed, "card_row", lambda key: row)
+    found = speed.c30()
+    assert (found.verdict, found.method) == (verdict, "measured on a card")
+    assert found.numbers["throughput lost, a line in each step, %"] == pytest.approx(100 - rates[1])
+
+
+def test_without_a_card_logging_is_timed_here(monkeypatch):
+    monkeypatch.setattr(speed, "card_row", lambda key: None)
+    found = speed.c30()
+    assert (found.verdict, found.method) == ("depends", "timing on this CPU")
+    assert found.numbers["lines in every step that make 15 %"] > 0
+
+
+def test_counted_launches_say_what_the_simulated_ones_do(verdicts):
+    launches = on_card.card_runs()["rows"]["counters"]["launches"]
+    for launch in launches.values():
+        # KV is read once, from DRAM: 128 requests of 8,192 tokens.
+        assert launch["dram_bytes"] == pytest.approx(launch["kv_bytes"], rel=0.02)
+    small = launches[f"{SMALL}, full, block 16"]
+    assert small["kv_bytes"] == 128 * 8192 * 2 * 64 * 2 * 2
+    assert verdicts["C28"].numbers["occupancy, % of that kernel, measured"] < 50
+    assert verdicts["C28"].numbers["GB/s from DRAM of that kernel, measured"] > 0.8 * 4800
 
 
 def test_more_requests_than_the_budget_allows_run_at_once(verdicts):

@@ -28,6 +28,8 @@ from labkit.results import write_results
 FILE = "card_runs.json"
 SMALL, SEVEN = "Qwen/Qwen2-0.5B", "Qwen/Qwen2-7B"
 LIMIT_S, COMMAND, HOME = 120.0, "labkit bench claims", Path(__file__).with_name(FILE)
+# As vLLM formats its lines.
+LINE_FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 # The guides' claim about reserved memory is about a server at work: mixed lengths that come and go.
 NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 96, (64, 1500), (16, 160)
 Say = Callable[[str], None]
@@ -42,6 +44,23 @@ def card_runs() -> dict[str, Any]:
     if file.is_file():
         found = json.loads(file.read_text(encoding="utf-8"))
     return {**found, "rows": {row["key"]: row for row in found["rows"] if "error" not in row}}
+
+
+def card_row(key: str) -> Row | None:
+    """One row of `card_runs`; None where it was not measured."""
+    return card_runs()["rows"].get(key)
+
+
+def lost_percent(row: Row, without: str, having: str) -> float:
+    """Of the rate `without` a thing, what `having` it costs, %."""
+    return 100 * (1 - row[having] / row[without])
+
+
+def counted(model: str, variant: str, name: str) -> dict[int, float]:
+    """Block size → one number of the row "counters"; empty where nothing was counted."""
+    launches = (card_row("counters") or {"launches": {}})["launches"]
+    found = {size: launches.get(f"{model}, {variant}, block {size}") for size in (8, 16, 32)}
+    return {size: launch[name] for size, launch in found.items() if launch and launch[name] is not None}
 
 
 def measured_on() -> str:
@@ -115,7 +134,7 @@ def reserved_by_generate(say: Say, num_batches: int = 6, device: str = "cuda", *
 
     sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
              "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
-    config = Qwen2Config(**{**sizes, **shape})  # type: ignore[arg-type]
+    config = Qwen2Config(**{**sizes, **shape})
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     on_card = device != "cpu"
@@ -249,7 +268,7 @@ def served_s(engine: Any, which: str) -> float:
     """Seconds until the engine has served what is queued, with lines as `logging_rates` names them."""
     with tempfile.TemporaryFile("w", encoding="utf-8") as file:
         handler = logging.StreamHandler(file)
-        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"))
+        handler.setFormatter(logging.Formatter(LINE_FORMAT))
         logger = logging.Logger("labkit-claim", logging.DEBUG)
         logger.addHandler(handler)
         start = time.perf_counter()
@@ -303,9 +322,10 @@ MEASUREMENTS: Mapping[str, Callable[[Say], Row]] = {
     "eager": Comparison(SMALL, 8, 200, 200, GRAPHS).measure,
     "logging": logging_rates,
     "counters": attention_counters,
-    "max-model-len": Comparison(SMALL, 64, 1000, 100, LENGTHS).measure,
+    "max-model-len": Comparison(SMALL, 64, 1000, 100, LENGTHS, rounds=1).measure,
     "reserved, seven": lambda say: reserved_by_engine(SEVEN, say),
     "eager, seven": Comparison(SEVEN, 8, 200, 200, GRAPHS).measure,
+    "eager, many": Comparison(SEVEN, 256, 200, 100, GRAPHS, rounds=1).measure,
     "paged": Comparison(SEVEN, 128, 500, 200, CACHES, rounds=1).measure,
     "max-num-seqs": Comparison(SEVEN, 300, 500, 200, SEATS, rounds=1).measure,
     "step tokens": Comparison(SEVEN, 128, 1280, 200, STEPS, rounds=1).measure,
