@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class LabkitError(Exception):
     """Base of every error that labkit raises on purpose.
@@ -48,7 +50,7 @@ class LabkitError(Exception):
         """Where the docs explain this kind of error."""
         return f"docs/errors.md#{type(self).__name__.lower()}"
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         keywords = {name: getattr(self, name) for name in ("needed", "available", "works", "knob")}
         return _rebuild, (type(self), self.message, keywords)
 

@@ -131,6 +131,7 @@ def install(tests: bool) -> None:
 
 
 def main() -> None:
+    """Install what is missing, or say why it cannot be."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tests", action="store_true", help="also install what the tests need")
     tests = parser.parse_args().tests

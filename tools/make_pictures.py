@@ -99,6 +99,7 @@ def make_picture(browser, lab: Lab, name: str) -> Path:
 
 
 def main() -> None:
+    """Draw the pictures that the command line names, all without a name."""
     names = sys.argv[1:] or list(PICTURES)
     unknown = [name for name in names if name not in PICTURES]
     if unknown:

@@ -91,6 +91,7 @@ def _block_size_line(rows: list[dict]) -> dict:
 
 
 def vllm_lines(decode: list[dict], prefill: list[dict]) -> list[dict]:
+    """Rows against vLLM's own Triton kernels."""
     against = _peer_ratios(decode, "vllm_triton")
     lowest, note = _lowest(against)
     prefill_lowest, prefill_note = _lowest(_peer_ratios(prefill, "vllm_triton"))

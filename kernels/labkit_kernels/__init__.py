@@ -1,0 +1,1 @@
+"""Triton kernels of labkit, each beside its plain-torch reference; nothing here imports labkit."""

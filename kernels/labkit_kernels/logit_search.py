@@ -7,6 +7,8 @@ import triton.language as tl
 
 # `float_key` of -inf.
 LOWEST_KEY = tl.constexpr(-2139095041)
+# Guided steps of a search before plain halving.
+GUESSES = tl.constexpr(24)
 
 
 @triton.jit
@@ -18,6 +20,7 @@ def float_key(x):
 
 @triton.jit
 def float_of_key(key):
+    """The float32 number that `float_key` makes `key` of."""
     key = key.to(tl.int32)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -40,13 +43,17 @@ def _middle(low, high):
 
 
 @triton.jit
-def _halved(low, high, total, above, below, need):
-    """low and high after a look at what is worth how much above the middle; snapped to the nearest logit."""
-    total, above, below = tl.reduce((total, above, below), 0, _both_sides)
-    enough = total >= need
+def _next(enough, low, high, above, below):
     return (
         tl.where(enough, float_key(above).to(tl.int64), low), tl.where(enough, high, float_key(below).to(tl.int64)),
     )  # fmt: skip
+
+
+@triton.jit
+def _halved(low, high, total, above, below, need):
+    """low and high after a look at what is worth how much above the middle; snapped to the nearest logit."""
+    total, above, below = tl.reduce((total, above, below), 0, _both_sides)
+    return _next(total >= need, low, high, above, below)
 
 
 @triton.jit
@@ -71,12 +78,31 @@ def _mass_above(source, n, least, top, factor, TILE: tl.constexpr, STAGES: tl.co
 
 
 @triton.jit
+def _between(low, high, worth_low, worth_high, need, step):
+    """Key to look at next, above low and up to high: where a straight line between what is worth how much from low and
+    from high on meets `need`, drawn a fifth to the middle so that both ends close in; after GUESSES steps the middle.
+    """
+    at, end = float_of_key(low), float_of_key(high)
+    share = (worth_low - need) / tl.maximum(worth_low - worth_high, 1e-30)
+    share = tl.minimum(tl.maximum(share, 0.02), 0.98) * 0.8 + 0.1
+    guess = tl.minimum(tl.maximum(float_key(at + (end - at) * share).to(tl.int64), low + 1), high)
+    return tl.where((step < GUESSES) & (at > float("-inf")), guess, _middle(low, high))
+
+
+@triton.jit
 def _search_row(
-    source, n, low, high, top, factor, need, BY_MASS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
+    source, n, low, high, worth_low, worth_high, top, factor, need,
+    BY_MASS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`_search_tile` over n logits in memory, each worth its mass or one; sums of fewer numbers are never larger."""
+    """`_search_tile` over n logits in memory, each worth its mass or one; sums of fewer numbers are never larger.
+
+    worth_low and worth_high: about what the logits from low and from high on are worth; they only guide the search.
+    """
+    step = 0
     while low < high:
-        middle = float_of_key(_middle(low, high))
+        key = _between(low, high, worth_low, worth_high, need, step)
+        step += 1
+        middle = float_of_key(key)
         total = tl.zeros([TILE], tl.float32)
         above = tl.full([TILE], float("inf"), tl.float32)
         below = tl.full([TILE], float("-inf"), tl.float32)
@@ -87,7 +113,10 @@ def _search_row(
             total += tl.where(inside, worth, 0.0)
             above = tl.minimum(above, tl.where(inside, x, float("inf")))
             below = tl.maximum(below, tl.where(inside, float("-inf"), x))
-        low, high = _halved(low, high, total, above, below, need)
+        total, above, below = tl.reduce((total, above, below), 0, _both_sides)
+        enough = total >= need
+        worth_low, worth_high = tl.where(enough, total, worth_low), tl.where(enough, worth_high, total)
+        low, high = _next(enough, low, high, above, below)
     return low
 
 
@@ -111,13 +140,33 @@ def threshold_of_few(values, n, mass, top, factor, k, p, FEW: tl.constexpr):
 
 
 @triton.jit
-def threshold_of_many(source, n, mass, top, factor, k, p, TILE: tl.constexpr, STAGES: tl.constexpr):
-    """The same among n logits in memory."""
-    low, high = tl.full([], LOWEST_KEY, tl.int64), float_key(top).to(tl.int64)
+def key_range(top, factor, reach_low, reach_high):
+    """Keys that surely lie at or below all logits within reach_low of the top, and above all beyond reach_high."""
+    far, near = reach_low / factor * 1.00001, reach_high / factor * 0.99999
+    low = tl.where(reach_low < float("inf"), float_key(top - far).to(tl.int64), LOWEST_KEY)
+    high = float_key(top).to(tl.int64)
+    return low, tl.where(reach_high > 0.0, tl.minimum(float_key(top - near).to(tl.int64) + 1, high), high)
+
+
+@triton.jit
+def threshold_of_many(
+    source, n, low, high, worth_low, worth_high, mass, top, factor, k, p,
+    TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same among n logits in memory, for the first of top-k and top-p between keys low and high.
+
+    worth_low and worth_high: about how many logits, or what mass for top-p, lie from low and from high on.
+    """
     if k > 0:
-        low = _search_row(source, n, low, high, top, factor, k.to(tl.float32), False, TILE, STAGES)
+        low = _search_row(
+            source, n, low, high, worth_low, worth_high, top, factor, k.to(tl.float32), False, TILE, STAGES
+        )
+        high, worth_high = float_key(top).to(tl.int64), 0.0
         if p < 1.0:
             mass = _mass_above(source, n, float_of_key(low), top, factor, TILE, STAGES)
+            worth_low = mass
     if p < 1.0:
-        low = _search_row(source, n, low, high, top, factor, tl.maximum(p * mass, 1e-12), True, TILE, STAGES)
+        low = _search_row(
+            source, n, low, high, worth_low, worth_high, top, factor, tl.maximum(p * mass, 1e-12), True, TILE, STAGES
+        )
     return float_of_key(low)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from labkit.advice.advise import Advice
@@ -62,7 +62,7 @@ def _latest(records: Sequence[RunRecord], config: EngineConfig, plan: MemoryPlan
     return next(fitting, None)
 
 
-def _room_row(title: str, planned: float, got: float, show) -> tuple[str, str, str]:
+def _room_row(title: str, planned: float, got: float, show: Callable[[float], str]) -> tuple[str, str, str]:
     return title, show(planned), show(got)
 
 

@@ -85,7 +85,7 @@ def read_command(text: str, version: str = DEFAULT_VERSION) -> ServeCommand:
     version = tagged or version
     free, flags = given_flags(arguments, version)
     named = next((flag.value for flag in flags if flag.written == "--model" and flag.value), "")
-    given, left_out, refused = _sorted(flags, version)
+    given, left_out, refused = _sorted(flags)
     return ServeCommand(
         plain(named or (free[0] if free else ""), 300), version, MappingProxyType(given),
         EngineConfig(**{**_defaults(version), **given}), tuple(left_out),
@@ -107,7 +107,7 @@ def _arguments(words: Sequence[str]) -> tuple[list[str], str]:
     raise FileFormatError("this is no command that starts vLLM", works=_EXAMPLE)
 
 
-def _sorted(flags: Sequence[GivenFlag], version: str) -> tuple[dict[str, Any], list[str], list[str]]:
+def _sorted(flags: Sequence[GivenFlag]) -> tuple[dict[str, Any], list[str], list[str]]:
     """Knobs that the flags set, what the plan leaves out, and values that no knob takes."""
     knobs = {knob.flag or f"--{knob.name.replace('_', '-')}": knob for knob in EngineConfig.knobs()}
     given: dict[str, Any] = {}

@@ -210,7 +210,7 @@ class Bench:
         times: list[tuple[str, Any, Any]] = []
         for mode in ("recompute", "swap"):
             engine = self.engine(num_gpu_blocks_override=SWAP_BLOCKS, preemption_mode=mode, swap_space=SWAP_GIB)
-            engine.executor.time_swaps(times)  # type: ignore[attr-defined]
+            engine.executor.time_swaps(times)
             found = self._round(engine, SWAP_JOBS)
             engine.close()
             swapped = sum(step[7] for step in found.pop("steps"))
@@ -389,7 +389,7 @@ def bench_engine_gpu(
     content: dict[str, Any] = {}
 
     def write(rows: dict[str, dict]) -> None:
-        content.update(write_results(path, rows=list(rows.values()), summary=summarize(rows), **facts))  # type: ignore[arg-type]
+        content.update(write_results(path, rows=list(rows.values()), summary=summarize(rows), **facts))
 
     steps = run_bench(on_progress, write)
     if steps_path is not None:

@@ -7,6 +7,7 @@ them where each token and head has its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -117,7 +118,9 @@ class CacheFormat:
         starts = iter([sum(steps[:index]) for index in range(len(steps))])
         return _Pool(flat, tuple(self._views(flat, starts, num_blocks, *heads) for heads in self.heads))
 
-    def _views(self, flat: torch.Tensor, starts, num_blocks: int, num_kv_heads: int, head_dim: int) -> LayerCache:
+    def _views(
+        self, flat: torch.Tensor, starts: Iterator[int], num_blocks: int, num_kv_heads: int, head_dim: int
+    ) -> LayerCache:
         views = []
         for number, size in enumerate(self._part_bytes(num_kv_heads, head_dim)):
             start = next(starts)
@@ -251,7 +254,7 @@ class CudaKVCache:
             for source, target in self._pairs():
                 source[blocks] = target[hosts]
 
-    def _pairs(self):
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(device, host) tensors as bytes, so that indexing works for every element type."""
         for layer, host in zip(self._pool.layers, self.form.carve_rows(self._host), strict=True):
             for ours, theirs in zip(layer.tensors(), host.tensors(), strict=True):

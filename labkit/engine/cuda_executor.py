@@ -411,7 +411,7 @@ class CudaExecutor:
         memory.graphs = graphs
         memory.graphs_bytes = max(0, self._used_bytes() - before)
 
-    def _prepared(self, memory: _Allocated, shape: StepShape):
+    def _prepared(self, memory: _Allocated, shape: StepShape) -> Callable[[], torch.Tensor]:
         tensors = memory.staging.send(padding_step(shape, memory.tables))
         return lambda: self._compute(memory, tensors)
 

@@ -53,6 +53,7 @@ class FusedForward:
         return sum(table.nbytes for table in {id(one.cos_sin): one.cos_sin for one in self._rotaries}.values())
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [tokens, hidden_size] behind the last norm, of `token_ids` and `positions` [tokens]."""
         decoder, weights, eps = self._decoder, self._decoder.weights, self._decoder.spec.rms_norm_eps
         residual = decoder.embed(token_ids)
         hidden = rms_norm(residual, weights.layers[0].attention_norm, eps)

@@ -25,7 +25,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
     call()  # the first call of an operator allocates what later ones keep
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results = profiler.profiler.kineto_results
     events = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
     return max(accumulate((num_bytes for _, num_bytes in events), initial=0))
 

@@ -6,12 +6,16 @@ import io
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from labkit.errors import FileFormatError
 from labkit.experiments.serialise import loads, record_from_plain, record_to_plain
 from labkit.files import write_atomic
 from labkit.measure.run_record import RunRecord
 from labkit.text import plain
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MAX_JSON_BYTES = 512 * 2**20
 
@@ -62,7 +66,7 @@ def export_parquet(record: RunRecord, folder: str | os.PathLike[str]) -> tuple[P
     return requests, steps, export_json(record, folder / "run.json")
 
 
-def _parquet(frame) -> bytes:
+def _parquet(frame: pd.DataFrame) -> bytes:
     buffer = io.BytesIO()
     frame.to_parquet(buffer, index=False)
     return buffer.getvalue()

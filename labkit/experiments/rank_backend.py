@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from labkit.experiments.backend import Emit, IsCancelled
@@ -106,7 +107,7 @@ class RankBackend:
             self._executor.close()
         self._executor = None
 
-    def _messages(self):
+    def _messages(self) -> Iterator[Any]:
         """What rank 0 sends, one message after the other, until it is gone."""
         reader = FrameReader()
         while data := self._steps.recv(_CHUNK_BYTES):  # type: ignore[union-attr]

@@ -51,7 +51,9 @@ class RunAnswer:
 class OnRows(Protocol):
     """Takes the rows of a run while it goes on."""
 
-    def __call__(self, requests: Sequence[RequestRow], steps: Sequence[StepRow]) -> None: ...
+    def __call__(self, requests: Sequence[RequestRow], steps: Sequence[StepRow]) -> None:
+        """Only what is new since the last call."""
+        ...
 
 
 class Runner(Protocol):

@@ -199,7 +199,7 @@ def bench_tensor_parallel(path: str | Path, *, on_progress: Callable[[str], None
 
     def write(rows: dict[str, dict]) -> None:
         facts = {"command": "labkit bench tensor-parallel", "card": card}
-        content.update(write_results(path, rows=list(rows.values()), summary=summarize(rows), **facts))  # type: ignore[arg-type]
+        content.update(write_results(path, rows=list(rows.values()), summary=summarize(rows), **facts))
 
     run_bench(on_progress, write)
     return content

@@ -1,0 +1,1 @@
+"""One figure a file: an info step that is tested by equality, then a drawing step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -34,7 +35,9 @@ def name_lowest_only(figure: go.Figure, num_plots: int, narrow: bool) -> None:
         figure.update_xaxes(showticklabels=False, title_text="", **position(index, narrow))
 
 
-def panels(theme: str, titles: tuple[str, ...], *, rows: int, cols: int, height: int = 340, **options) -> go.Figure:
+def panels(
+    theme: str, titles: tuple[str, ...], *, rows: int, cols: int, height: int = 340, **options: Any
+) -> go.Figure:
     """A grid of plots with labkit's template and a title over each."""
     figure = make_subplots(rows=rows, cols=cols, subplot_titles=titles, **options)
     figure.update_layout(template=template(theme), height=height, margin={"t": 60})

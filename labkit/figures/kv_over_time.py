@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import plotly.graph_objects as go
 
 from labkit import format as fmt
 from labkit.figures.frame import empty, panels
-from labkit.figures.palette import BASELINE, get_theme
+from labkit.figures.palette import BASELINE, LineStyle, get_theme
 from labkit.figures.tables import Table, make_table
 from labkit.figures.thinning import Thinned, thin
 from labkit.measure.run_record import RunRecord
@@ -89,7 +90,7 @@ def draw_kv_over_time(info: KvOverTimeInfo, theme: str = "light") -> go.Figure:
     return figure
 
 
-def _line(title: str, series: Thinned, style, divisor: float, **options) -> go.Scatter:
+def _line(title: str, series: Thinned, style: LineStyle, divisor: float, **options: Any) -> go.Scatter:
     return go.Scatter(
         name=title,
         mode="lines",

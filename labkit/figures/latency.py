@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from labkit import format as fmt
 from labkit.figures.frame import empty, name_lowest_only, position, row_of_plots
-from labkit.figures.palette import get_theme, label
+from labkit.figures.palette import LineStyle, get_theme, label
 from labkit.figures.runs import knob_axis
 from labkit.figures.tables import Table, make_table
 from labkit.measure.run_record import RunRecord
@@ -76,7 +76,7 @@ def _scale(info: LatencyInfo, metric: str) -> tuple[float, str]:
     return (1e3, "ms") if max((entry.p99 for entry in known), default=0.0) < 1 else (1.0, "s")
 
 
-def _line(info: LatencyInfo, metric: str, level: str, style, scale: float) -> go.Scatter:
+def _line(info: LatencyInfo, metric: str, level: str, style: LineStyle, scale: float) -> go.Scatter:
     points = [point for point in info.points if getattr(point, metric) is not None]
     values = [getattr(getattr(point, metric), level) for point in points]
     return go.Scatter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -119,7 +120,7 @@ def _label_places(points: Sequence[ParetoPoint]) -> dict[str, str]:
     return {point.run_id: side(point) for point in points}
 
 
-def _points(info: ParetoInfo, points: list[ParetoPoint], name: str, **style) -> go.Scatter:
+def _points(info: ParetoInfo, points: list[ParetoPoint], name: str, **style: Any) -> go.Scatter:
     places = _label_places(info.points)
     return go.Scatter(
         name=name,

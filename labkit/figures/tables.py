@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -14,7 +14,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     caption: str = ""
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[str, ...]]:
         return iter(self.rows)
 
     def __len__(self) -> int:

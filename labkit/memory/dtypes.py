@@ -46,7 +46,7 @@ class KvFormat:
         return self.latent_bytes or self.head_bytes(width, 0)
 
 
-# Content of 8 heads of 128 as vLLM 0.33's planner prints it: notes/engines-and-vllm.md §3.4.
+# Content of 8 heads of 128 as vLLM 0.33's `v1/core/kv_cache_planning.py` prints it.
 KV_FORMATS = {
     "float32": KvFormat("float32", 32, 32),
     "float16": KvFormat("float16", 16, 16),

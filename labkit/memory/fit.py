@@ -43,7 +43,7 @@ START = Constants(
     late_growth_mxfp4_bytes=12.5,
 )
 # By construction: the logits in 16 bit and their float32 copy. A first compilation adds up to 0.25 GiB to some rows
-# (notes/h200-baselines.md), which a free constant would absorb.
+# of `runs/vllm-0.25-h200-runs.csv`, which a free constant would absorb.
 SECOND_RUNNER_SAMPLER_BYTES = 6.0
 _NEWTON_STEPS, _NUDGE = 4, 0.01
 

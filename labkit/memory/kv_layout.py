@@ -1,8 +1,7 @@
 """How the KV cache is cut into pages, groups and blocks, for every kind of attention.
 
-Rules as vLLM's `v1/core/kv_cache_planning.py` applies them (notes/engines-and-vllm.md §3.4 and §3.5): layers of one
-kind form groups of equal layer count, all groups share one pool of block ids, and a block is as large as the largest
-group's pages together.
+Rules as vLLM's `v1/core/kv_cache_planning.py` applies them: layers of one kind form groups of equal layer count, all
+groups share one pool of block ids, and a block is as large as the largest group's pages together.
 """
 
 from __future__ import annotations

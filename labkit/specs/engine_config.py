@@ -287,6 +287,7 @@ class EngineConfig:
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EngineConfig:
+        """Refuses a name that is no knob before the dataclass does, with the nearest one."""
         names = [knob.name for knob in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in names:

@@ -48,7 +48,7 @@ class RunEditor:
         for button, act in (
             (self.pin, self._pin), (self.lock, self._lock), (self.delete, self._delete), (self.undo, self._undo),
         ):  # fmt: skip
-            button.on_click(lambda _, act=act: self._do(act))  # type: ignore[misc]
+            button.on_click(lambda _, act=act: self._do(act))
 
     def view(self) -> ipw.VBox:
         """The row, hidden where no run is chosen."""

@@ -44,7 +44,7 @@ def test_every_minor_version_of_the_range_is_known():
     ("name", "before", "after"),
     [
         ("utilization", ("0.20.1", 0.9), ("0.21.0", 0.92)),  # case D02
-        ("graphs_in_budget", ("0.20.1", "none"), ("0.21.0", "runner1")),  # issue 45178
+        ("graphs_in_budget", ("0.20.1", "none"), ("0.21.0", "runner1")),  # vLLM's issue 45178
         ("printed_tokens", ("0.20.0", "groups"), ("0.21.0", "concurrency")),  # case D15
         ("batches_in_flight", ("0.25.1", 1), ("0.26.0", 2)),  # case N35
         ("charges_others", ("0.8.0", True), ("0.10.0", False)),  # case D03
