@@ -23,13 +23,14 @@ from labkit_kernels.checks import (
     check_out,
     check_shape,
 )
-from labkit_kernels.few_rows import even_parts, sum_parts
+from labkit_kernels.few_rows import begin_fetching, can_prefetch, even_parts, sum_parts
 from labkit_kernels.heuristics import INTERPRETER_SLOTS
-from labkit_kernels.ops import begin, interpreting, overlap_options
+from labkit_kernels.ops import interpreting, overlap_options
 
 BLOCK = 128
 COLUMNS_AT_ONCE = 4096
-COLUMNS_OF_ONE, WARPS_OF_ONE = 4, 2
+# Bytes of a block of 128 inputs, of which each output's first is asked for while the launch before still runs.
+PREFETCH_BYTES = 64
 # Bits of column j of the eight of a word begin at SHIFTS[j].
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
@@ -229,79 +230,44 @@ def _group(qzeros, scales, g, z_row, s_row, column):
     return (tl.load(qzeros + g * z_row + column // 8) >> shift) & 0xF, tl.load(scales + g * s_row + column)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "blocks", "part_blocks"])
 def _words_kernel(
-    x, words, qzeros, scales, out, rows, columns, inputs, group, part_inputs, x_row, w_row, z_row, s_row, o_part, o_row,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+    x, words, qzeros, scales, out, rows, columns, blocks, group_blocks, part_blocks, x_row, w_row, z_row, s_row, o_part,
+    o_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr, PREFETCH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of one part of the inputs: outputs are the rows of the matrix instruction, rows of x its columns."""
-    begin(OVERLAP)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     near = tl.minimum(column, columns - 1)
-    start = tl.program_id(1) * part_inputs
+    start = tl.program_id(1) * part_blocks
+    last = tl.minimum(start + part_blocks, blocks) - 1
     w = words + near.to(tl.int64) * w_row
+    begin_fetching(w + start * 16, PREFETCH, OVERLAP)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     here = (row < rows)[None, :]
     xs = x + (row * x_row)[None, :] + tl.arange(0, 16)[:, None]
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
-    last = tl.minimum(start + part_inputs, inputs) - 128
-    zero, scale = _group(qzeros, scales, start // group, z_row, s_row, near)
-    for first in range(start, last + 128, 128):
+    zero, scale = _group(qzeros, scales, start // group_blocks, z_row, s_row, near)
+    # Blocks of 128 inputs are counted, not inputs: of an input over 8 the compiler does not see that it is a multiple
+    # of 16, and copies 8 bytes at a time.
+    for block in range(start, last + 1):
         # One step ahead: nothing else waits for the memory here.
-        next_zero, next_scale = _group(qzeros, scales, tl.minimum(first + 128, last) // group, z_row, s_row, near)
-        packed = tl.load(w[:, None] + (first // 8 + tl.arange(0, 16))[None, :])
+        next_zero, next_scale = _group(qzeros, scales, tl.minimum(block + 1, last) // group_blocks, z_row, s_row, near)
+        packed = tl.load(w[:, None] + (block * 16 + tl.arange(0, 16))[None, :])
         w0, w1, w2, w3, w4, w5, w6, w7 = _unpack(packed, zero[:, None], HALF, ASM)
-        part = tl.dot(w0, tl.load(xs + first, mask=here, other=0.0), out_dtype=tl.float32)
-        part = tl.dot(w1, tl.load(xs + first + 16, mask=here, other=0.0), part)
-        part = tl.dot(w2, tl.load(xs + first + 32, mask=here, other=0.0), part)
-        part = tl.dot(w3, tl.load(xs + first + 48, mask=here, other=0.0), part)
-        part = tl.dot(w4, tl.load(xs + first + 64, mask=here, other=0.0), part)
-        part = tl.dot(w5, tl.load(xs + first + 80, mask=here, other=0.0), part)
-        part = tl.dot(w6, tl.load(xs + first + 96, mask=here, other=0.0), part)
-        part = tl.dot(w7, tl.load(xs + first + 112, mask=here, other=0.0), part)
+        at = xs + block * 128
+        part = tl.dot(w0, tl.load(at, mask=here, other=0.0), out_dtype=tl.float32)
+        part = tl.dot(w1, tl.load(at + 16, mask=here, other=0.0), part)
+        part = tl.dot(w2, tl.load(at + 32, mask=here, other=0.0), part)
+        part = tl.dot(w3, tl.load(at + 48, mask=here, other=0.0), part)
+        part = tl.dot(w4, tl.load(at + 64, mask=here, other=0.0), part)
+        part = tl.dot(w5, tl.load(at + 80, mask=here, other=0.0), part)
+        part = tl.dot(w6, tl.load(at + 96, mask=here, other=0.0), part)
+        part = tl.dot(w7, tl.load(at + 112, mask=here, other=0.0), part)
         total += part * scale.to(tl.float32)[:, None]
         zero, scale = next_zero, next_scale
     at = out + tl.program_id(1).to(tl.int64) * o_part + (row.to(tl.int64) * o_row)[None, :] + column[:, None]
     tl.store(at, total.to(out.dtype.element_ty), mask=here & (column < columns)[:, None])
-
-
-@triton.jit
-def _weighted(total, w, x, first, J: tl.constexpr):
-    """total + w · x for tile J of blocks of 128 inputs: w `[columns, blocks, 16]`."""
-    at = first + tl.arange(0, w.shape[1])[:, None] * 128 + 16 * J + tl.arange(0, 16)[None, :]
-    return total + w.to(tl.float32) * tl.load(x + at).to(tl.float32)[None, :, :]
-
-
-@triton.jit
-def _one_row_kernel(
-    x, words, qzeros, scales, out, columns, inputs, group, w_row, z_row, s_row,
-    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """One row of x: warps walk along outputs and add products in float32. BLOCKS · 128 divides the inputs."""
-    begin(OVERLAP)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    near = tl.minimum(column, columns - 1)
-    shift = (near % 8 // 2 * 4 + near % 2 * 16)[:, None]
-    w = words + (near.to(tl.int64) * w_row)[:, None, None]
-    inside = (tl.arange(0, BLOCKS)[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :]
-    total = tl.zeros([COLUMNS, BLOCKS, 16], tl.float32)
-    for first in range(0, inputs, BLOCKS * 128):
-        g = ((first + tl.arange(0, BLOCKS) * 128) // group)[None, :].to(tl.int64)
-        zero = (tl.load(qzeros + g * z_row + (near // 8)[:, None]) >> shift) & 0xF
-        scale = tl.load(scales + g * s_row + near[:, None]).to(tl.float32)
-        packed = tl.load(w + first // 8 + inside, eviction_policy="evict_first")
-        w0, w1, w2, w3, w4, w5, w6, w7 = _unpack(packed, zero[:, :, None], True, ASM)
-        part = _weighted(tl.zeros([COLUMNS, BLOCKS, 16], tl.float32), w0, x, first, 0)
-        part = _weighted(part, w1, x, first, 1)
-        part = _weighted(part, w2, x, first, 2)
-        part = _weighted(part, w3, x, first, 3)
-        part = _weighted(part, w4, x, first, 4)
-        part = _weighted(part, w5, x, first, 5)
-        part = _weighted(part, w6, x, first, 6)
-        part = _weighted(part, w7, x, first, 7)
-        total += part * scale[:, :, None]
-    y = tl.sum(tl.sum(total, 2), 1)
-    tl.store(out + column, y.to(out.dtype.element_ty), mask=column < columns)
 
 
 @triton.jit
@@ -351,13 +317,13 @@ class WordsConfig:
 
     columns: int = 128
     warps: int = 4
-    stages: int = 5
+    stages: int = 4
     ctas_per_sm: int = 3
 
 
 def words_config(rows: int) -> WordsConfig:
     """Settings as measured on an H200."""
-    return WordsConfig() if rows <= 32 else WordsConfig(stages=4, ctas_per_sm=2)
+    return WordsConfig() if rows <= 32 else WordsConfig(ctas_per_sm=2)
 
 
 def _slots(device: torch.device, config: WordsConfig) -> int:
@@ -366,7 +332,9 @@ def _slots(device: torch.device, config: WordsConfig) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count * config.ctas_per_sm
 
 
-def words_matmul(x: torch.Tensor, weight: AwqWords, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def words_matmul(
+    x: torch.Tensor, weight: AwqWords, *, out: torch.Tensor | None = None, config: WordsConfig | None = None
+) -> torch.Tensor:
     """x `[tokens, in]` in fp16 or bf16 times the 4-bit weights: `[tokens, out]`, summed in float32 in a fixed order.
 
     From 129 tokens on the weights are unpacked once for torch's own product: 2 · in · out bytes for a moment. Raises
@@ -381,34 +349,23 @@ def words_matmul(x: torch.Tensor, weight: AwqWords, *, out: torch.Tensor | None 
     check_out("out", out, (rows, columns), x.dtype, x.device)
     if rows >= DEQUANTISE_ROWS:
         return torch.mm(x, words_dequantise(weight, x.dtype).t(), out=out)
-    if rows == 1:
-        _launch_one(x, weight, out)
-    elif rows > 0:
-        _launch(x, weight, out, words_config(rows))
+    if rows > 0:
+        _launch(x, weight, out, words_config(rows) if config is None else config)
     return out
-
-
-def _launch_one(x: torch.Tensor, weight: AwqWords, out: torch.Tensor) -> None:
-    columns, inputs = weight.shape
-    blocks = next(count for count in (16, 8, 4, 2, 1) if inputs // BLOCK % count == 0)
-    _one_row_kernel[(triton.cdiv(columns, COLUMNS_OF_ONE),)](
-        x, weight.words, weight.qzeros, weight.scales, out, columns, inputs, weight.group_size, weight.words.stride(0),
-        weight.qzeros.stride(0), weight.scales.stride(0), COLUMNS=COLUMNS_OF_ONE, BLOCKS=blocks,
-        ASM=not interpreting(), num_warps=WARPS_OF_ONE, **overlap_options(x.device),
-    )  # fmt: skip
 
 
 def _launch(x: torch.Tensor, weight: AwqWords, out: torch.Tensor, config: WordsConfig) -> None:
     rows, (columns, inputs) = x.shape[0], weight.shape
     padded = min(64, max(16, triton.next_power_of_2(rows)))
-    tiles, row_tiles = triton.cdiv(columns, config.columns), triton.cdiv(rows, padded)
-    parts = even_parts(_slots(x.device, config), tiles * row_tiles, inputs // BLOCK)
+    tiles, row_tiles, blocks = triton.cdiv(columns, config.columns), triton.cdiv(rows, padded), inputs // BLOCK
+    parts = even_parts(_slots(x.device, config), tiles * row_tiles, blocks)
     target = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device) if parts > 1 else out[None]
     _words_kernel[(tiles, parts, row_tiles)](
-        x, weight.words, weight.qzeros, weight.scales, target, rows, columns, inputs, weight.group_size,
-        triton.cdiv(inputs // BLOCK, parts) * BLOCK, x.stride(0), weight.words.stride(0), weight.qzeros.stride(0),
+        x, weight.words, weight.qzeros, weight.scales, target, rows, columns, blocks, weight.group_size // BLOCK,
+        triton.cdiv(blocks, parts), x.stride(0), weight.words.stride(0), weight.qzeros.stride(0),
         weight.scales.stride(0), target.stride(0), target.stride(1), ROWS=padded, COLUMNS=config.columns,
-        HALF=x.dtype is torch.float16, ASM=not interpreting(), num_warps=config.warps, num_stages=config.stages,
+        HALF=x.dtype is torch.float16, ASM=not interpreting(),
+        PREFETCH=PREFETCH_BYTES if can_prefetch(weight.words) else 0, num_warps=config.warps, num_stages=config.stages,
         **overlap_options(x.device),
     )  # fmt: skip
     if parts > 1:

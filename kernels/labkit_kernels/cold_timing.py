@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from labkit_kernels.replays import tighten
+
 # Several times the largest L2.
 FLUSH_BYTES = 256 * 2**20
 REPEATS, WARM_UPS = 7, 3
@@ -31,13 +33,17 @@ def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def graph_time_s(call: Callable[[], object], flush: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median seconds of `repeats` graph replays of `call`, after a few that warm up; `flush` runs before each."""
-    graph = capture(call)
+    """Median seconds of `repeats` graph replays of `call`, after a few that warm up; `flush` runs before each.
+
+    Its kernels follow each other as closely as in a replayed step of an engine.
+    """
+    graph, device = capture(call), torch.device("cuda", torch.cuda.current_device())
     events = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats + WARM_UPS)
     ]
     for begin, end in events:
         flush()
+        tighten(device)
         begin.record()
         graph.replay()
         end.record()

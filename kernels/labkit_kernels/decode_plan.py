@@ -17,6 +17,7 @@ import triton.language as tl
 from labkit_kernels.checks import KernelValueError, check_heads
 from labkit_kernels.decode_split import ITEM_COST, MIN_CHUNK_TOKENS, NUM_BUCKETS, OVERLAP, REDUCE_COST, SPLIT_COST
 from labkit_kernels.heuristics import DecodeConfig, decode_config, num_slots
+from labkit_kernels.launches import Launches, addresses_of
 from labkit_kernels.ops import cache_kind, capability
 from labkit_kernels.sizes import next_power_of_2
 
@@ -222,7 +223,12 @@ class DecodeWorkspace:
         self.fixed_chunk = max(1, (chunk_tokens or DETERMINISTIC_CHUNK_TOKENS) // self.config.tile)
         self.fixed = deterministic or chunk_tokens is not None
         self.slots_per_head = max(1.0, num_slots(device, self.config) / self.programs)
+        # Of `plan` and of `paged_decode`: what they launch depends on the workspace too.
+        self.plans, self.launches = Launches(), Launches()
         self._allocate(device)
+
+    # A workspace's own settings are not told apart within its own launches.
+    looks = ()
 
     def _allocate(self, device: torch.device) -> None:
         tiles = -(-self.max_seq_len // self.config.tile)
@@ -240,6 +246,11 @@ class DecodeWorkspace:
         self.partial_lse = torch.empty(scratch, dtype=torch.float32, device=device)
 
     @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Plan and scratch in the decode kernel's order."""
+        return addresses_of(self.meta, self.items, self.counters, self.partial_out, self.partial_lse)
+
+    @cached_property
     def cascade_counters(self) -> torch.Tensor:
         """Counters of `cascade_launch`, 0 between launches: two for each KV head, one for each sequence and KV head."""
         return torch.zeros((self.max_batch + 2) * self.programs, dtype=torch.int32, device=self.meta.device)
@@ -252,13 +263,17 @@ class DecodeWorkspace:
 
     def plan(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor | None = None) -> None:
         """Computes the split from int32 `seq_lens [batch]` on the device; no host read."""
+        parts = (seq_lens, query_start_loc, self.meta, self.items)
+        if self.plans.again(parts):
+            return
         batch = seq_lens.shape[0]
         if batch > self.max_batch:
             raise KernelValueError(f"seq_lens has {batch} sequences; the workspace has room for {self.max_batch}")
         if batch == 0:
             return
         candidates = min(256, max(32, next_power_of_2(int(self.slots_per_head))))
-        _plan_kernel[(1,)](
+        self.plans.first(
+            parts, (), _plan_kernel, (1,),
             seq_lens, seq_lens if query_start_loc is None else query_start_loc, self.meta, self.items, batch,
             self.window or 0, self.max_items + batch - self.max_batch, self.max_items,
             max(1, MIN_CHUNK_TOKENS // self.config.tile), self.fixed_chunk, self.slots_per_head,

@@ -59,7 +59,7 @@ def _prefetch(pointers, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _begin(pointers, PREFETCH: tl.constexpr, OVERLAP: tl.constexpr):
+def begin_fetching(pointers, PREFETCH: tl.constexpr, OVERLAP: tl.constexpr):
     """Lets the next launch begin, asks for the first weights, then waits until x has been written."""
     if OVERLAP and PREFETCH > 0:
         tl.extra.cuda.gdc_launch_dependents()
@@ -123,7 +123,7 @@ def _one_row_kernel(
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     w = weight + tl.minimum(column, columns - 1).to(tl.int64) * w_row
-    _begin(w, PREFETCH, OVERLAP)
+    begin_fetching(w, PREFETCH, OVERLAP)
     if KIND == "native":
         total = tl.zeros([COLUMNS, INPUTS], tl.float32)
         for first in range(0, inputs, INPUTS):
@@ -171,13 +171,13 @@ def _few_rows_kernel(
     xs = x + (row * x_row)[None, :]
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     if KIND == "native":
-        _begin(w + start, PREFETCH, OVERLAP)
+        begin_fetching(w + start, PREFETCH, OVERLAP)
         for first in range(start, end, INPUTS):
             k = first + tl.arange(0, INPUTS)
             a = tl.load(w[:, None] + k[None, :], eviction_policy="evict_first")
             total = tl.dot(a, tl.load(xs + k[:, None], mask=here, other=0.0), total)
     else:
-        _begin(w + start // 4, PREFETCH, OVERLAP)
+        begin_fetching(w + start // 4, PREFETCH, OVERLAP)
         for first in range(start, end, INPUTS):
             at = first // 4 + tl.arange(0, INPUTS // 4)
             words = tl.load(w[:, None] + at[None, :], eviction_policy="evict_first")
@@ -263,7 +263,7 @@ def _slots(device: torch.device, config: FewRowsConfig) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count * config.ctas_per_sm
 
 
-def _can_prefetch(weight: torch.Tensor) -> bool:
+def can_prefetch(weight: torch.Tensor) -> bool:
     """Whether rows are long enough and begin where the L2 takes requests, at whole 16 bytes."""
     row_bytes = weight.stride(0) * weight.element_size()
     return row_bytes % 16 == 0 and row_bytes >= PREFETCH_BYTES and weight.data_ptr() % 16 == 0
@@ -324,7 +324,7 @@ def few_rows_matmul(
     options = {"ASM": asm, "KIND": kind, "num_warps": config.warps, "num_stages": config.stages}
     options |= overlap_options(x.device)
     s_column = int(scale is not None and scale.shape[0] > 1)
-    options["PREFETCH"] = PREFETCH_BYTES if _can_prefetch(weight) else 0
+    options["PREFETCH"] = PREFETCH_BYTES if can_prefetch(weight) else 0
     if rows == 1:
         _one_row_kernel[(triton.cdiv(columns, config.columns),)](
             *facts, out, columns, inputs, weight.stride(0), s_column, word_factor(kind, asm), COLUMNS=config.columns,

@@ -6,6 +6,7 @@ References: `quantise`, `token_head_scales` and `rope` in `labkit_kernels.refere
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -23,11 +24,15 @@ from labkit_kernels.checks import (
     check_shape,
     check_token_scales,
 )
+from labkit_kernels.launches import Launches, addresses_of, looks_of
 from labkit_kernels.ops import begin, capability, overlap_options
 from labkit_kernels.sizes import cdiv, next_power_of_2
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.uint8: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 KINDS = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3_bits", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
+
+
+_LAUNCHES = Launches()
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,22 @@ class KVTarget:
     v_scale: float | torch.Tensor = 1.0
     k_token_scales: torch.Tensor | None = None
     v_token_scales: torch.Tensor | None = None
+
+    @property
+    def _fields(self) -> tuple[torch.Tensor | float | None, ...]:
+        return (
+            self.k_cache, self.v_cache, self.k_scale, self.v_scale, self.k_token_scales, self.v_token_scales
+        )  # fmt: skip
+
+    @cached_property
+    def looks(self) -> tuple:
+        """See `labkit_kernels.launches.Fixed`."""
+        return looks_of(*self._fields)
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Those of `tensors`, in its order."""
+        return addresses_of(*self._fields)
 
     @property
     def kind(self) -> str:
@@ -217,12 +238,16 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor,
 
     A negative slot is skipped (padding of a CUDA graph). Raises KernelValueError or KernelTypeError naming it.
     """
+    parts = (key, value, slot_mapping, target)
+    if _LAUNCHES.again(parts):
+        return
     target.check(key, value, slot_mapping)
     num_tokens, heads, head_dim = key.shape
     if num_tokens == 0:
         return
     tokens = 1 if num_tokens <= 256 else (4 if num_tokens <= 1024 else 16)
-    _write_kernel[(cdiv(num_tokens, tokens) * heads,)](
+    _LAUNCHES.first(
+        parts, (), _write_kernel, (cdiv(num_tokens, tokens) * heads,),
         key, value, slot_mapping, *target.tensors(key), *target.numbers(), num_tokens,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), **target.switches(), HEADS=heads, D=head_dim,
         DP=next_power_of_2(head_dim), TOKENS=tokens, num_warps=1 if tokens <= 4 else 4,

@@ -11,10 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
+from labkit_kernels.launches import Launches
 from labkit_kernels.scores import Scores, finish_rows
 from labkit_kernels.sizes import cdiv, next_power_of_2
 
 MERGE_STEP = 8
+_LAUNCHES = Launches()
 
 
 @dataclass(frozen=True)
@@ -114,14 +116,19 @@ def merge_splits(
 
     bounds: int32; only tokens from its first entry up to its last are written.
     """
-    splits, tokens, heads, head_dim = partials.out.shape
     v_scale = scores.v_scale
     tensor = isinstance(v_scale, torch.Tensor)
+    parts = (partials.out, partials.lse, out, lse, scores.sinks, bounds, v_scale if tensor else None)
+    settings = (None if tensor else v_scale, scores.v_token_scales is not None)
+    if _LAUNCHES.again(parts, *settings):
+        return
+    splits, tokens, heads, head_dim = partials.out.shape
     number = (1.0 if tensor else v_scale) / (256.0 if scores.v_token_scales is not None else 1.0)
     kv_heads = v_scale.numel() if tensor and v_scale.numel() > 1 else heads
     rows = 2
     num_seqs = 0 if bounds is None else bounds.shape[0] - 1
-    _merge_kernel[(cdiv(tokens * heads, rows),)](
+    _LAUNCHES.first(
+        parts, settings, _merge_kernel, (cdiv(tokens * heads, rows),),
         partials.out, partials.lse, out, out if lse is None else lse, out if scores.sinks is None else scores.sinks,
         out if bounds is None else bounds, v_scale if tensor else out, number, int(tensor and v_scale.numel() > 1),
         tokens * heads, num_seqs, out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0), SPLITS=splits,

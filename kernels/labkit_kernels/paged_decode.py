@@ -13,6 +13,7 @@ import triton.language as tl
 
 from labkit_kernels.checks import KernelTypeError, KernelValueError, check_cache, check_lengths, check_out
 from labkit_kernels.decode_plan import DecodeWorkspace, read_item
+from labkit_kernels.launches import look
 from labkit_kernels.merge import Partials, fold_partials, store_partial
 from labkit_kernels.ops import (
     block_ids,
@@ -360,11 +361,18 @@ def paged_decode(
     step; without one a plan is made and dropped. shared: results of the same queries over keys before these, which the
     launch just before this one makes; they are added. Raises KernelValueError or KernelTypeError naming the argument.
     """
+    out = torch.empty_like(q) if out is None else out
+    settings = () if query_start_loc is None else look(seq_lens)
+    if workspace is not None:
+        parts = _parts(
+            q, k_cache, v_cache, block_tables, seq_lens, scores, workspace, query_start_loc, out, lse, shared
+        )
+        if workspace.launches.again(parts, *settings):
+            return out
     check_cache(q, k_cache, v_cache, block_tables)
     check_lengths(q, block_tables, seq_lens, query_start_loc)
     scores.check(q, k_cache)
     batch = seq_lens.shape[0]
-    out = torch.empty_like(q) if out is None else out
     check_out("out", out, q.shape, q.dtype, q.device)
     if lse is not None:
         check_out("lse", lse, q.shape[:2], torch.float32, q.device)
@@ -378,6 +386,13 @@ def paged_decode(
     check_workspace(workspace, q, k_cache, scores, batch if query_start_loc is None else None)
     _launch(q, k_cache, v_cache, block_tables, seq_lens, scores, workspace, query_start_loc, out, lse, shared)
     return out
+
+
+def _parts(q, k_cache, v_cache, block_tables, seq_lens, scores, workspace, query_start_loc, out, lse, shared) -> tuple:
+    """The kernel's pointers as `Launches` takes them."""
+    lens = seq_lens if query_start_loc is None else query_start_loc
+    partials = (None, None) if shared is None else (shared.out, shared.lse)
+    return (q, k_cache, v_cache, block_tables, lens, out, lse, workspace, *partials, scores)
 
 
 def make_workspace(
@@ -416,7 +431,9 @@ def _launch(q, k_cache, v_cache, block_tables, seq_lens, scores, workspace, quer
     shared_tensors = (out, out) if shared is None else (shared.out, shared.lse)
     overlaps = shared is not None and overlaps_launches(q.device)
     items = workspace.max_items if workspace.fixed else workspace.max_items + seq_lens.shape[0] - workspace.max_batch
-    _decode_kernel[(items * programs,)](
+    workspace.launches.first(
+        _parts(q, k_cache, v_cache, block_tables, seq_lens, scores, workspace, query_start_loc, out, lse, shared),
+        () if query_start_loc is None else look(seq_lens), _decode_kernel, (items * programs,),
         q, k, v, block_tables, seq_lens if query_start_loc is None else query_start_loc, out,
         out if lse is None else lse, workspace.meta, workspace.items, workspace.counters, workspace.partial_out,
         workspace.partial_lse, *shared_tensors, *arguments.tensors, *arguments.numbers, workspace.max_items,

@@ -19,6 +19,7 @@ from labkit_kernels.heuristics import (
     num_slots,
     prefill_config,
 )
+from labkit_kernels.launches import Launches
 from labkit_kernels.merge import Partials, merge_splits, store_partial
 from labkit_kernels.ops import (
     block_ids,
@@ -32,6 +33,8 @@ from labkit_kernels.ops import (
 )
 from labkit_kernels.scores import Scores, finish_rows, score_arguments
 from labkit_kernels.sizes import next_power_of_2
+
+_LAUNCHES = Launches()
 
 
 @triton.jit
@@ -246,12 +249,15 @@ def paged_prefill(
     change under a CUDA graph. num_splits cuts the keys for batches too small to fill the card (None: chosen
     from the shapes). Tensors as in `paged_decode`. Raises KernelValueError or KernelTypeError naming the argument.
     """
+    out = torch.empty_like(q) if out is None else out
+    tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
+    if config is not None and num_splits is not None and _again(tensors, scores, config, num_splits, out, lse):
+        return out
     check_cache(q, k_cache, v_cache, block_tables)
     check_lengths(q, block_tables, seq_lens, query_start_loc)
     scores.check(q, k_cache)
     if max_query_len < 1:
         raise KernelValueError(f"max_query_len is {max_query_len}; it must be at least 1")
-    out = torch.empty_like(q) if out is None else out
     check_out("out", out, q.shape, q.dtype, q.device)
     if lse is not None:
         check_out("lse", lse, q.shape[:2], torch.float32, q.device)
@@ -262,13 +268,36 @@ def paged_prefill(
     config = config or prefill_config(capability(q.device), kind, q.shape[2], max_query_len * group)
     splits = num_splits or choose_splits(q, k_cache, block_tables, config)
     if splits == 1:
-        launch_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scores, config, out=out, lse=lse)
+        launch_prefill(*tensors, scores, config, out=out, lse=lse)
         return out
-    partials = launch_prefill(
-        q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scores, config, splits=splits
-    )  # fmt: skip
+    partials = launch_prefill(*tensors, scores, config, splits=splits)
     merge_splits(partials, scores, out, lse, bounds=query_start_loc)
     return out
+
+
+def _again(tensors, scores, config, splits, out, lse) -> bool:
+    """`paged_prefill` where it was launched with arguments like these; False where it was not."""
+    partials = _partials(tensors[0], splits)
+    target = (out, lse) if partials is None else (None, None)
+    if not _LAUNCHES.again(_parts(tensors, scores, *target, partials), config, splits, True, False):
+        return False
+    if partials is not None:
+        merge_splits(partials, scores, out, lse, bounds=tensors[-1])
+    return True
+
+
+def _parts(tensors, scores, out, lse, partials) -> tuple:
+    """The kernel's pointers as `Launches` takes them."""
+    return (*tensors, out, lse, *((None, None) if partials is None else (partials.out, partials.lse)), scores)
+
+
+def _partials(q: torch.Tensor, splits: int) -> Partials | None:
+    if splits == 1:
+        return None
+    return Partials(
+        torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device),
+        torch.empty(splits, *q.shape[:2], dtype=torch.float32, device=q.device),
+    )
 
 
 def choose_splits(q: torch.Tensor, k_cache: torch.Tensor, block_tables: torch.Tensor, config: PrefillConfig) -> int:
@@ -291,18 +320,16 @@ def launch_prefill(
     kind, group = cache_kind(k_cache), q.shape[1] // k_cache.shape[2]
     arguments = score_arguments(scores, q, kind)
     blocks = q.shape[0] * group // config.rows + seq_lens.shape[0]
-    partials = None
-    if splits > 1:
-        partials = Partials(
-            torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device),
-            torch.empty(splits, *q.shape[:2], dtype=torch.float32, device=q.device),
-        )
+    partials = _partials(q, splits)
+    tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
+    parts = _parts(tensors, scores, out, lse, partials)
     out = q if out is None else out
-    _prefill_kernel[(blocks, k_cache.shape[2], splits)](
-        q, readable(k_cache, kind), readable(v_cache, kind), block_tables, seq_lens, query_start_loc,
-        out, out if lse is None else lse, q if partials is None else partials.out,
-        q if partials is None else partials.lse, *arguments.tensors, *arguments.numbers, seq_lens.shape[0],
-        block_tables.stride(0), q.shape[0], q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
+    _LAUNCHES.first(
+        parts, (config, splits, causal, trigger), _prefill_kernel, (blocks, k_cache.shape[2], splits),
+        q, readable(k_cache, kind), readable(v_cache, kind), block_tables, seq_lens, query_start_loc, out,
+        out if lse is None else lse, q if partials is None else partials.out, q if partials is None else partials.lse,
+        *arguments.tensors, *arguments.numbers, seq_lens.shape[0], block_tables.stride(0), q.shape[0],
+        q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
         out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0), **arguments.switches, LSE=lse is not None,
         GROUP=group, D=q.shape[2], DP=next_power_of_2(q.shape[2]), ROWS=config.rows, TILE=config.tile,
         BLOCK_SIZE=k_cache.shape[1], STAGES=config.stages, TAIL_TILE=min(config.tile, config.tail_tile),

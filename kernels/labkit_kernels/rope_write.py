@@ -6,6 +6,7 @@ References: `rms_norm`, `rope` and `quantise` in `labkit_kernels.reference`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -20,12 +21,14 @@ from labkit_kernels.checks import (
     check_shape,
 )
 from labkit_kernels.kv_write import KVTarget, store_rows
+from labkit_kernels.launches import Launches, addresses_of, looks_of
 from labkit_kernels.ops import begin, overlap_options
 from labkit_kernels.sizes import cdiv, next_power_of_2
 
 # A program takes one row where there are few, for the shortest time; where launching programs would take longer than
 # the copy, several tokens of a head, for loads of 16 bytes a thread.
 MANY_ROWS, TOKENS_OF_MANY = 4096, 8
+_LAUNCHES = Launches()
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,16 @@ class Rotary:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     eps: float = 1e-6
+
+    @cached_property
+    def looks(self) -> tuple:
+        """See `labkit_kernels.launches.Fixed`."""
+        return (*looks_of(self.cos_sin, self.q_norm, self.k_norm), self.interleaved, self.eps)
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Table, q and k norm."""
+        return addresses_of(self.cos_sin, self.q_norm, self.k_norm)
 
     def check(self, q: torch.Tensor, positions: torch.Tensor) -> None:
         """Raises KernelValueError or KernelTypeError naming the bad argument."""
@@ -94,8 +107,8 @@ def _rotated(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _rope_write_kernel(
-    q, key, value, positions, slot_mapping, cos_sin, q_weight, k_weight, q_out, eps,
-    k_cache, v_cache, k_scale_ptr, v_scale_ptr, k_tokens, v_tokens,
+    q, key, value, positions, slot_mapping, cos_sin, q_weight, k_weight, q_out,
+    k_cache, v_cache, k_scale_ptr, v_scale_ptr, k_tokens, v_tokens, eps,
     k_scale, v_scale, ks_stride, vs_stride, ts_stride_block, ts_stride_slot, ts_stride_head,
     k_stride_block, k_stride_slot, k_stride_head, v_stride_block, v_stride_slot, v_stride_head, num_tokens,
     q_stride_token, q_stride_head, key_stride_token, key_stride_head, value_stride_token, value_stride_head,
@@ -160,12 +173,15 @@ def rope_and_write(
     q `[tokens, q heads, D]`, key and value `[tokens, KV heads, D]`, positions and slot_mapping int64 `[tokens]`. A
     negative slot writes nothing, but its query is still rotated. Raises KernelValueError or KernelTypeError.
     """
+    out = torch.empty_like(q) if out is None else out
+    parts = (q, key, value, positions, slot_mapping, rotary, out, target)
+    if _LAUNCHES.again(parts):
+        return out
     check_shape("q", q, (key.shape[0], None, key.shape[2]))
     check_dtype("q", q, (key.dtype,))
     check_last_stride("q", q)
     target.check(key, value, slot_mapping)
     rotary.check(q, positions)
-    out = torch.empty_like(q) if out is None else out
     check_out("out", out, q.shape, q.dtype, q.device)
     if q.shape[0] == 0:
         return out
@@ -173,9 +189,10 @@ def rope_and_write(
     cos_sin = rotary.cos_sin.contiguous()
     num_tokens, heads = q.shape[0], q.shape[1] + key.shape[1]
     tokens = TOKENS_OF_MANY if num_tokens * heads >= MANY_ROWS else 1
-    _rope_write_kernel[(cdiv(num_tokens, tokens) * heads,)](
+    _LAUNCHES.first(
+        parts, (), _rope_write_kernel, (cdiv(num_tokens, tokens) * heads,),
         q, key, value, positions, slot_mapping, cos_sin, rotary.q_norm if norm else q, rotary.k_norm if norm else q,
-        out, rotary.eps, *target.tensors(key), *target.numbers(), num_tokens, q.stride(0), q.stride(1), key.stride(0),
+        out, *target.tensors(key), rotary.eps, *target.numbers(), num_tokens, q.stride(0), q.stride(1), key.stride(0),
         key.stride(1), value.stride(0), value.stride(1), out.stride(0), out.stride(1), **target.switches(), NORM=norm,
         INTERLEAVED=rotary.interleaved, ROTARY=cos_sin.shape[1], Q_HEADS=q.shape[1], HEADS=heads, D=q.shape[2],
         DP=next_power_of_2(q.shape[2]), TOKENS=tokens, num_warps=min(4, tokens),

@@ -26,7 +26,7 @@ from labkit_kernels.checks import (
     check_out,
     check_shape,
 )
-from labkit_kernels.logit_search import load_logits, threshold_of_few, threshold_of_many
+from labkit_kernels.logit_search import key_range, load_logits, threshold_of_few, threshold_of_many
 from labkit_kernels.ops import begin, overlap_options
 from labkit_kernels.random_bits import log2_exponential, neighbour_words, scattered_words
 
@@ -152,6 +152,29 @@ def _candidates(
 
 
 @triton.jit
+def _bracket(
+    floats, ints, parts, top, factor, k, p, PIVOTS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Keys between which the threshold of top-k, else of top-p, lies, and what the logits from each on are worth."""
+    at, index = tl.arange(0, PARTS)[:, None], tl.arange(0, PIVOTS)[None, :]
+    there = (at < parts) & (index < PIVOTS)
+    counts = tl.sum(tl.load(ints + at * WIDTH + 2 + index, mask=there, other=0), 0).to(tl.float32)
+    masses = tl.sum(tl.load(floats + at * WIDTH + 2 + index, mask=there, other=0.0), 0)
+    index = tl.arange(0, PIVOTS)
+    by_count = k > 0
+    need = tl.where(by_count, k.to(tl.float32), p * tl.sum(tl.where(index == PIVOTS - 1, masses, 0.0), 0))
+    margin = tl.where(by_count, 0.0, 0.001)
+    worth = tl.where(by_count, counts, masses)
+    low = tl.min(tl.where((worth >= need * (1.0 + margin)) | (index == PIVOTS - 1), index, PIVOTS), 0)
+    high = tl.max(tl.where(worth < need * (1.0 - margin), index, -1), 0)
+    low_key, high_key = key_range(top, factor, _reach(low, PIVOTS), tl.where(high < 0, 0.0, _reach(high, PIVOTS)))
+    return (
+        low_key, high_key, tl.sum(tl.where(index == low, worth, 0.0), 0),
+        tl.sum(tl.where(index == high, worth, 0.0), 0),
+    )  # fmt: skip
+
+
+@triton.jit
 def _draw(logits, first, last, vocab, top, factor, threshold, least, seed, position, TILE: tl.constexpr):
     """Largest noisy logit among those kept from `first` to `last`, and its token id."""
     best = tl.full([TILE], float("-inf"), tl.float32)
@@ -186,18 +209,25 @@ def _draw_scratch(values, ids, n, top, factor, threshold, least, seed, position,
 
 @triton.jit
 def _filter_and_draw(
-    logits, vocab, n, compact, mass, top, factor, k, p, least, seed, position, values, ids, threshold_at,
-    FEW: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    logits, vocab, n, compact, mass, top, factor, k, p, least, seed, position, values, ids, threshold_at, floats, ints,
+    parts, FEW: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PIVOTS: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     if compact & (n <= FEW):
         threshold = threshold_of_few(values, n, mass, top, factor, k, p, FEW)
         _best, token = _draw_scratch(values, ids, n, top, factor, threshold, least, seed, position, FEW)
-    elif compact:
-        threshold = threshold_of_many(values, n, mass, top, factor, k, p, TILE, STAGES)
-        _best, token = _draw_scratch(values, ids, n, top, factor, threshold, least, seed, position, FEW)
     else:
-        threshold = threshold_of_many(logits, vocab, mass, top, factor, k, p, TILE, STAGES)
-        _best, token = _draw(logits, 0, vocab, vocab, top, factor, threshold, least, seed, position, TILE)
+        low, high, worth_low, worth_high = _bracket(floats, ints, parts, top, factor, k, p, PIVOTS, PARTS, WIDTH)
+        if compact:
+            threshold = threshold_of_many(
+                values, n, low, high, worth_low, worth_high, mass, top, factor, k, p, TILE, STAGES
+            )
+            _best, token = _draw_scratch(values, ids, n, top, factor, threshold, least, seed, position, FEW)
+        else:
+            threshold = threshold_of_many(
+                logits, vocab, low, high, worth_low, worth_high, mass, top, factor, k, p, TILE, STAGES
+            )
+            _best, token = _draw(logits, 0, vocab, vocab, top, factor, threshold, least, seed, position, TILE)
     tl.store(threshold_at, threshold)
     return token
 
@@ -330,7 +360,8 @@ def _sample_kernel(
             )
             token = _filter_and_draw(
                 logits + row * l_row, vocab, n, compact, mass, top, factor, k, p, least, tl.load(seeds + row),
-                tl.load(positions + row), values, ids, thresholds + row, FEW, TILE, STAGES,
+                tl.load(positions + row), values, ids, thresholds + row, floats, ints, parts, FEW, TILE, STAGES,
+                PIVOTS, PARTS, WIDTH,
             )  # fmt: skip
         else:
             at = tl.arange(0, PARTS)

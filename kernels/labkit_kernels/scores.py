@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from labkit_kernels.checks import (
     check_shape,
     check_token_scales,
 )
+from labkit_kernels.launches import addresses_of, looks_of
 from labkit_kernels.ops import interpreting
 
 
@@ -36,6 +38,20 @@ class Scores:
     v_scale: float | torch.Tensor = 1.0
     k_token_scales: torch.Tensor | None = None
     v_token_scales: torch.Tensor | None = None
+
+    @cached_property
+    def looks(self) -> tuple:
+        """See `labkit_kernels.launches.Fixed`."""
+        return (self.scale, self.window, self.softcap, *looks_of(*self._tensors))
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Those of `score_arguments`, in its order."""
+        return addresses_of(*self._tensors)
+
+    @property
+    def _tensors(self) -> tuple[torch.Tensor | float | None, ...]:
+        return self.sinks, self.k_scale, self.v_scale, self.k_token_scales, self.v_token_scales
 
     def check(self, q: torch.Tensor, k_cache: torch.Tensor) -> None:
         """Raises KernelValueError or KernelTypeError naming the bad argument."""
