@@ -87,7 +87,7 @@ def from_runs(run_ids: list[str], store: str | None) -> dict[str, Any]:
 
     if len(run_ids) > 3:
         raise OutOfRangeError("calibration takes few runs", available=f"{len(run_ids)} runs", works="1 to 3 runs")
-    opened = RunStore(store)
+    opened = RunStore(store, must_exist=True)
     try:
         records = [opened.get(run_id) for run_id in run_ids]
     finally:

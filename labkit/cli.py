@@ -21,18 +21,18 @@ from labkit.cli_options import (
     AsJson,
     Gpu,
     Limit,
-    MaxInput,
-    MaxOutput,
     Model,
     Store,
     Trace,
     Vllm,
     takes_knobs,
+    takes_traffic,
 )  # fmt: skip
 from labkit.errors import LabkitError
 from labkit.serve_commands import diff, explain_command
 from labkit.simulation_commands import advise_command, simulate_command
 from labkit.specs.engine_config import EngineConfig
+from labkit.specs.workload import Workload
 from labkit.terminal import (
     ProgressLine,
     out,
@@ -45,6 +45,7 @@ from labkit.terminal import (
     show_summary,
     show_table,
     warn,
+    warn_of_no_card,
 )
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def plan(
     if as_json:
         show_json({**plan_json(found), **answers_json(question), **at_once})
         return
+    warn_of_no_card(gpu, found)
     show_plan(found)
     for name, value in at_once.items():
         out(f"{name.replace('_', ' ')}: {shown.count(value)}")
@@ -225,14 +227,12 @@ def doctor(
 
 @app.command(rich_help_panel=_RUN)
 @takes_knobs
+@takes_traffic(limit=16)
 def run(
     knobs: dict[str, Any],
+    traffic: Workload,
     model: Model = DEFAULT_MODEL,
     gpu: Gpu = "auto",
-    workload: Trace = DEFAULT_TRACE,
-    limit: Limit = 16,
-    max_input_tokens: MaxInput = None,
-    max_output_tokens: MaxOutput = None,
     store: Store = None,
     as_json: AsJson = False,
 ) -> None:
@@ -240,10 +240,12 @@ def run(
     import labkit
     from labkit.experiments.export import to_json
 
-    traffic = labkit.load_workload(
-        workload, limit=limit, max_input_tokens=max_input_tokens, max_output_tokens=max_output_tokens
-    )
     with labkit.Session(model=model, gpu=gpu, workload=traffic, store=store) as session, ProgressLine() as progress:
+        if not session.gpu.is_cpu and not session.runs_on_card:
+            warn(
+                f"{session.gpu.name} is not here, so this machine's CPU runs it and says nothing of that card; "
+                "labkit simulate serves the trace on a virtual one"
+            )
         record = session.run(EngineConfig(**knobs), on_event=progress)
     if as_json:
         sys.stdout.write(to_json(record) + "\n")
@@ -351,8 +353,12 @@ def runs(
     from labkit.experiments import RunStore
     from labkit.experiments import export_parquet as write_parquet
     from labkit.experiments.export import to_json
+    from labkit.experiments.store_tables import own_store_path
 
-    opened = RunStore(store)
+    if store is None and not export_json and not export_parquet and not own_store_path().exists():
+        out(f"No run is stored yet. labkit run and labkit tune make {own_store_path()}.")
+        return
+    opened = RunStore(store, must_exist=True)
     if export_json:
         sys.stdout.write(to_json(opened.get(export_json)) + "\n")
         return

@@ -79,7 +79,7 @@ def of_run(run_id: str, store: str | None) -> dict[str, Any]:
     """
     from labkit.experiments import RunStore
 
-    run = RunStore(store).get(run_id)
+    run = RunStore(store, must_exist=True).get(run_id)
     in_catalogue = run.model.source in ("", "catalogue")
     return {
         "settings": config_to_text(run.config), "model": run.model.name if in_catalogue else run.model.source,

@@ -141,7 +141,7 @@ def report_of_runs(
     Raises:
         StoreError: no such run, or the store is empty.
     """
-    opened = store if isinstance(store, RunStore) else RunStore(store)
+    opened = store if isinstance(store, RunStore) else RunStore(store, must_exist=True)
     ids = list(run_ids or _ids_of_the_newest(opened))
     records = sorted((opened.get(run_id) for run_id in ids), key=lambda record: (record.created, record.run_id))
     plans = [record.plan for record in records]

@@ -63,7 +63,7 @@ def read_pasted(text: str, model: ModelSpec | None = None, gpu: GpuSpec | None =
         raise FileFormatError("there is no text", works="a vllm serve command, a log, or an error line")
     if _SETTINGS.match(text):
         config = config_from_text(text.strip())
-        return Pasted("settings", _taken(_differing(config)), "ok", settings=_without_lab(config))
+        return Pasted("settings", _set_by(_differing(config)), "ok", settings=_without_lab(config))
     if is_command(text) and len(text.splitlines()) <= 100 and " INFO " not in text:
         return _command(read_command(text), model)
     found = explain_log(read_log(text), *_helped(text, model, gpu))
@@ -81,7 +81,7 @@ def _command(command: ServeCommand, model: ModelSpec | None) -> Pasted:
     refused = [f"vLLM {command.version} refuses: {text}" for text in command.refused]
     other = command.model if model is not None and _is_other(command.model, model) else ""
     level = "warn" if refused or other else "ok"
-    sentence = _taken(command.given)
+    sentence = _set_by(command.given)
     if other:
         sentence += (
             f" The command serves {plain(other, 100)}; here the model is {plain(model.name if model else '', 100)}."
@@ -129,9 +129,9 @@ def _differing(config: EngineConfig) -> dict[str, Any]:
     return {name: new for name, (_, new) in EngineConfig().differences(config).items()}
 
 
-def _taken(given: Mapping[str, Any]) -> str:
+def _set_by(given: Mapping[str, Any]) -> str:
     words = ", ".join(f"{name} {_word(value)}" for name, value in given.items())
-    return f"Taken over: {words}; everything else as vLLM has it." if words else "It sets no knob: vLLM's defaults."
+    return f"Settings: {words}; everything else as vLLM has it." if words else "It sets no knob: vLLM's defaults."
 
 
 def _word(value: Any) -> str:

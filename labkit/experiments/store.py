@@ -34,6 +34,7 @@ from labkit.experiments.store_tables import (
     meta,
     metadata,
     network_file_system,
+    no_store,
     run_rows,
     runs,
     store_url,
@@ -72,13 +73,16 @@ class RunStore:
     Args:
         url: None for the user's own store (`LABKIT_HOME` names another folder), a file path for SQLite, or any
             SQLAlchemy URL.
+        must_exist: for who reads only: a store that is not there is not made.
 
     Raises:
-        StoreError: the database is damaged, foreign, newer than this labkit, or cannot be reached or made.
+        StoreError: the database is damaged, foreign, newer than this labkit, or cannot be reached or made; with
+            `must_exist`, that it is not there, and which are.
     """
 
-    def __init__(self, url: str | Path | None = None) -> None:
+    def __init__(self, url: str | Path | None = None, *, must_exist: bool = False) -> None:
         self.url = store_url(url)
+        self._must_exist = must_exist
         self.warnings: tuple[str, ...] = ()
         self._sqlite_path = self._find_sqlite_path()
         self._engine = make_engine(self.url)
@@ -254,7 +258,11 @@ class RunStore:
                 warnings.warn(text, stacklevel=3)
             if inspect_sqlite(path) is not None:
                 return
+            if self._must_exist:
+                raise no_store(path)
             path.parent.mkdir(parents=True, exist_ok=True)
+        elif self._must_exist and not sa.inspect(self._engine).has_table(meta.name):
+            raise StoreError(f"there is no store in {self.location}", works="labkit run --store makes one")
         with self._writing("make the store") as connection:
             metadata.create_all(connection)
             found = connection.execute(sa.select(meta.c.value).where(meta.c.key == "schema_version")).scalar()

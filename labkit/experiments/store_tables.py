@@ -14,6 +14,9 @@ from labkit.errors import StoreError
 from labkit.text import plain
 
 SCHEMA_VERSION = 1
+STORE_NAME = "runs.sqlite3"
+STORE_SUFFIXES = (".sqlite3", ".sqlite", ".db")
+MAX_STORES_SHOWN = 5
 BUSY_TIMEOUT_MS = 5000
 NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse", "9p", "lustre", "ceph", "gluster", "afs")
 
@@ -62,7 +65,7 @@ def store_url(url: str | os.PathLike[str] | None) -> sa.URL:
         StoreError: text that looks like a URL and is none.
     """
     if url is None:
-        return sa.URL.create("sqlite", database=str(data_folder() / "runs.sqlite3"))
+        return sa.URL.create("sqlite", database=str(own_store_path()))
     text = os.fspath(url)
     if "://" not in text:
         return sa.URL.create("sqlite", database=str(Path(text).expanduser()))
@@ -72,6 +75,11 @@ def store_url(url: str | os.PathLike[str] | None) -> sa.URL:
         raise StoreError(
             f"{plain(text, 80)!r} is not a database URL", works="sqlite:////path/runs.sqlite3 or postgresql://…"
         ) from error
+
+
+def own_store_path() -> Path:
+    """The user's own store, whether it is there or not."""
+    return data_folder() / STORE_NAME
 
 
 def data_folder() -> Path:
@@ -142,6 +150,20 @@ def inspect_sqlite(path: Path) -> int | None:
     finally:
         connection.close()
     return check_version(rows[0][0] if rows else None, str(path))
+
+
+def no_store(path: Path) -> StoreError:
+    """That no store is at `path`, and what is there instead: other files of that kind, or not even the folder."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        there = f"the folder {plain(folder, 200)} does not exist"
+    else:
+        names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in STORE_SUFFIXES and entry != path)
+        shown = ", ".join(plain(name, 60) for name in names[:MAX_STORES_SHOWN])
+        more = f" and {len(names) - MAX_STORES_SHOWN} more" if len(names) > MAX_STORES_SHOWN else ""
+        there = f"in that folder: {shown}{more}" if names else "no database is in that folder"
+    made = "labkit run and labkit tune make it" if path == own_store_path() else "--store with another path"
+    return StoreError(f"there is no store {plain(path, 200)}; {there}", works=made, knob="store")
 
 
 def check_version(value: str | None, where: str) -> int:

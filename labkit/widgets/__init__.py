@@ -11,8 +11,8 @@ _PLACES = MappingProxyType(
     {
         "BlockSizeExperiment": "experiment",
         "KernelLab": "kernel_lab",
-        "LogBox": "log_box",
         "Panel": "panel",
+        "PasteBox": "paste_box",
         "bench_panel": "bench",
         "doctor_panel": "doctor",
         "progress": "notebook",
@@ -20,7 +20,7 @@ _PLACES = MappingProxyType(
     }
 )
 __all__ = [
-    "BlockSizeExperiment", "KernelLab", "LogBox", "Panel", "bench_panel", "doctor_panel", "progress", "text_table",
+    "BlockSizeExperiment", "KernelLab", "Panel", "PasteBox", "bench_panel", "doctor_panel", "progress", "text_table",
 ]  # fmt: skip
 
 

@@ -112,7 +112,7 @@ class Panel(ipw.VBox):
         tabs = self.pictures.tabs_view(runs)
         main = ipw.Box([memory, knobs, tabs])
         main.add_class("lk-main")
-        paste = self.paste_box.view()
+        paste = self.paste_box
         paste.layout.display = "none"
         self.run_bar.paste.observe(lambda now: setattr(paste.layout, "display", "" if now["new"] else "none"), "value")
         return [PlotlyLibrary(), self.screen, self.answer, self.run_bar.view(), paste, self.note, self.task_line,

@@ -12,6 +12,7 @@ from example_runs import example_record
 from typer.testing import CliRunner
 
 from labkit import cli
+from labkit.errors import StoreError
 from labkit.experiments import RunStore, import_json
 
 # Details of a plan are the planner's own; these runs carry none.
@@ -38,6 +39,11 @@ def test_runs_are_listed_with_id_and_status(store):
     assert RECORD.run_id[:10] in listed
     assert "finished" in listed
     assert "\x1b" not in listed
+
+
+def test_an_id_that_is_not_there_is_named(store):
+    with pytest.raises(StoreError, match="no-such-run"):
+        CliRunner().invoke(cli.app, ["runs", "--store", store, "--export-json", "no-such-run"], catch_exceptions=False)
 
 
 def test_json_on_standard_output_is_the_run_and_nothing_else(store, tmp_path):
