@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from labkit_kernels.cold_timing import FLUSH_BYTES, WARM_UPS, capture, graph_time_s
 from labkit_kernels.cold_timing import cold_l2 as make_flush
+from labkit_kernels.replays import tighten
 
 __all__ = [
     "capture",
@@ -34,12 +35,13 @@ def times_us(
     calls: list[Callable[[], object]], flush: Callable[[], object], repeats: int = REPEATS
 ) -> list[float]:  # fmt: skip
     """`time_us` of each of several calls, replayed in turn, so that all see the card in the same state."""
-    graphs = [capture(call) for call in calls]
+    graphs, device = [capture(call) for call in calls], torch.device("cuda", torch.cuda.current_device())
     spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
     for _ in range(repeats + WARM_UPS):
         for graph, row in zip(graphs, spans, strict=True):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush()
+            tighten(device)
             begin.record()
             graph.replay()
             end.record()

@@ -10,6 +10,7 @@ import bisect
 from collections.abc import Callable
 
 import torch
+from labkit_kernels.replays import tighten
 
 from labkit.memory.step_shapes import StepShape
 
@@ -62,6 +63,7 @@ class StepGraphs:
     def replay(self, shape: StepShape) -> torch.Tensor:
         """Run the graph; its tokens int64 [places], valid until the next replay."""
         graph, tokens = self._graphs[shape]
+        tighten(self._stream.device)
         graph.replay()
         return tokens
 
