@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from labkit.specs.engine_config import EngineConfig
 
 LARGEST_CAPTURE = 512
-# Prompts that a captured step has places for: a few, and many where it has all tokens of a step.
-FEW_PROMPTS, MANY_PROMPTS = 8, 64
+# Prompts that a captured step has places for: one for each so many of its tokens, no fewer and no more than these.
+TOKENS_OF_PROMPT, FEW_PROMPTS, MANY_PROMPTS = 8, 8, 64
 _MIXED_SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
 
 
@@ -53,12 +53,13 @@ def mixed_shapes(max_num_seqs: int, max_num_batched_tokens: int, *, largest: boo
     Args:
         largest: even the largest step waits for the host where it is launched kernel by kernel, so it has a graph too.
     """
-    sizes = [(size, FEW_PROMPTS) for size in mixed_capture_sizes(max_num_batched_tokens)]
-    if largest and sizes[-1][0] < max_num_batched_tokens:
-        sizes.append((max_num_batched_tokens, MANY_PROMPTS))
+    sizes = mixed_capture_sizes(max_num_batched_tokens)
+    if largest and sizes[-1] < max_num_batched_tokens:
+        sizes.append(max_num_batched_tokens)
+    places = [max(FEW_PROMPTS, min(MANY_PROMPTS, size // TOKENS_OF_PROMPT)) for size in sizes]
     return [
         StepShape(size, min(size, max_num_seqs), min(prompts, max_num_seqs), min(size + prompts, max_num_seqs))
-        for size, prompts in sizes
+        for size, prompts in zip(sizes, places, strict=True)
     ]
 
 

@@ -141,7 +141,7 @@ def test_capture_sizes_end_at_what_may_run(one_thread, max_num_seqs, expected):
     [
         (1, 8, [(8, 1, 1, 1)]),
         (4, 32, [(32, 4, 4, 4)]),
-        (40, 100, [(32, 32, 8, 40), (64, 40, 8, 40), (100, 40, 8, 40)]),
+        (40, 100, [(32, 32, 8, 40), (64, 40, 8, 40), (100, 40, 12, 40)]),
     ],
 )
 def test_steps_with_prompts_have_places_for_what_may_run(one_thread, max_num_seqs, max_tokens, expected):
@@ -154,9 +154,18 @@ def test_the_largest_step_has_a_graph_where_the_card_waits_for_the_host(one_thre
     from labkit.memory.step_shapes import StepShape, mixed_shapes
 
     few = mixed_shapes(256, 8192, largest=False)
-    assert few[-1] == StepShape(1024, 256, 8, 256)
+    assert few[-1] == StepShape(1024, 256, 64, 256)
     assert mixed_shapes(256, 8192, largest=True) == [*few, StepShape(8192, 256, 64, 256)]
     assert mixed_shapes(256, 1024, largest=True) == few
+
+
+def test_a_graph_has_a_place_for_every_eight_tokens_of_prompts_from_8_up_to_64(one_thread):
+    from labkit.memory.step_shapes import mixed_shapes
+
+    places = [(shape.num_tokens, shape.num_prompts) for shape in mixed_shapes(256, 8192, largest=False)]
+    assert places == [
+        (32, 8), (64, 8), (128, 16), (192, 24), (256, 32), (384, 48), (512, 64), (768, 64), (1024, 64)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

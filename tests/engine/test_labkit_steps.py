@@ -32,12 +32,15 @@ def work(tokens, decodes, prompts, swapped=0.0):
     )  # fmt: skip
 
 
-def test_a_graph_has_places_for_eight_prompts_and_the_largest_for_all():
+def test_steps_with_more_prompts_than_a_graph_has_places_for_are_launched():
     model = model_of(eager_step_s=1.0)
-    assert (labkit_rules(CONFIG).prompt_places, labkit_rules(CONFIG, largest=True).prompt_places[-1]) == ((8,) * 9, 64)
-    assert model.seconds(work(600, 20, 8))[0] < 0.1
-    # As an H200 showed: 614 tokens of 11 prompts took 30 ms, where those of 8 take 2.
-    assert model.seconds(work(600, 20, 9))[0] > 1.0
+    assert labkit_rules(CONFIG).prompt_places == (8, 8, 16, 24, 32, 48, 64, 64, 64)
+    assert labkit_rules(CONFIG, largest=True).prompt_places[-1] == 64
+    assert model.seconds(work(600, 20, 64))[0] < 0.1
+    assert model.seconds(work(600, 20, 65))[0] > 1.0
+    assert model.seconds(work(60, 20, 8))[0] < 0.1
+    # As an H200 showed when all graphs had 8 places: 614 tokens of 11 prompts took 9 to 30 ms, those of 8 take 2.
+    assert model.seconds(work(60, 20, 9))[0] > 1.0
     assert model_of(largest=True, eager_step_s=1.0).seconds(work(3000, 20, 40))[0] < 0.1
     assert vllm_launch_rules(CONFIG).prompt_places == ()
 
@@ -46,10 +49,10 @@ def test_a_captured_step_samples_all_its_places():
     model = model_of()
     few, padded = (model.parts(work(tokens, tokens, 0)) for tokens in (41, 48))
     assert few["lm_head"][0] == padded["lm_head"][0]
-    # 512 tokens with 8 prompts have places for all 64 requests; those of 100 tokens that are launched have 20 and 9.
+    # 512 tokens with 8 prompts have places for all 64 requests; those of 100 tokens that are launched have 20 and 17.
     assert model.parts(work(500, 3, 2))["lm_head"][0] == model.parts(work(64, 64, 0))["lm_head"][0]
-    launched = model.parts(work(120, 20, 9))["lm_head"][0]
-    assert launched < model.parts(work(120, 20, 8))["lm_head"][0]
+    launched = model.parts(work(120, 20, 17))["lm_head"][0]
+    assert launched < model.parts(work(120, 20, 16))["lm_head"][0]
 
 
 def test_without_graphs_a_prompt_costs_the_host_more_in_every_layer():
