@@ -42,6 +42,8 @@ PREFILL = {
     name: prefill_cases(HALF)[name]
     for name in ("mixed", "empty among", "sinks window", "softcap", "block 1", "int8 token scales", "heads 5/1")
 }
+# Parts of the keys are put together row by row, which the interpreter is slow at: fewer rows, still of two tiles.
+PREFILL["in parts"] = replace(PREFILL["sinks window"], query_lens=(70, 5, 1))
 
 
 def run_decode(case, **options):
@@ -69,7 +71,7 @@ def test_decode_in_float32_with_queries_as_rows():
     assert found.within(1e-5), found
 
 
-@pytest.mark.parametrize(("name", "splits"), [*((name, 1) for name in PREFILL), ("sinks window", 3)])
+@pytest.mark.parametrize(("name", "splits"), [*((name, 1) for name in PREFILL), ("in parts", 3)])
 def test_prefill(name, splits):
     case = make_case(PREFILL[name])
     lse = torch.empty(case.q.shape[:2])
@@ -82,9 +84,9 @@ def test_prefill(name, splits):
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_prefill_leaves_rows_of_nobody_alone(splits):
-    """Sequences begin at row 70 of a padded step; the rows before and after them hold NaN and keep their output."""
+    """Sequences begin at row 10 of a padded step; the rows before and after them hold NaN and keep their output."""
     case = make_case(PREFILL["empty among"])
-    first, count, total = 70, case.q.shape[0], 230
+    first, count, total = 10, case.q.shape[0], 80
     q = torch.full((total, *case.q.shape[1:]), float("nan"), dtype=case.q.dtype)
     q[first : first + count] = case.q
     out, lse = torch.full_like(q, 7.0), torch.full(q.shape[:2], 7.0)
