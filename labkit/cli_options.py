@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from labkit.errors import OutOfRangeError
 from labkit.specs.engine_config import EngineConfig, Knob
 from labkit.specs.knob_text import parse_knob
 
@@ -18,6 +19,7 @@ DEFAULT_TRACE = "azure-2023-conv"
 
 Model = Annotated[str, typer.Option("--model", help="Catalogue name, hub id, folder, config.json or GGUF file.")]
 Gpu = Annotated[str, typer.Option("--gpu", help="Catalogue name, 'auto' for this machine's card, or 'cpu'.")]
+Card = Annotated[str, typer.Option("--gpu", help="A card of `labkit gpus`; it need not be here.")]
 Trace = Annotated[str, typer.Option("--workload", help="A trace of `labkit traces`, or a trace file.")]
 Limit = Annotated[int, typer.Option("--limit", help="Requests to take from the trace.", min=1)]
 MaxInput = Annotated[int | None, typer.Option("--max-input-tokens", help="Clip prompts to this length.", min=1)]
@@ -25,6 +27,39 @@ MaxOutput = Annotated[int | None, typer.Option("--max-output-tokens", help="Clip
 Store = Annotated[str | None, typer.Option("--store", help="File or SQLAlchemy URL of the run store.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Vllm = Annotated[str, typer.Option("--vllm", help="vLLM's version, 0.6 to 0.33.")]
+
+
+def takes_traffic(limit: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options that say which requests it serves; it receives them as `traffic`.
+
+    Args:
+        limit: how many of the trace by default.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+
+        @functools.wraps(command)
+        def wrapper(workload: str, limit: int, **options: Any) -> None:
+            from labkit.specs import load_workload
+
+            sizes = {name: options.pop(name) for name in ("max_input_tokens", "max_output_tokens")}
+            command(**options, traffic=load_workload(workload, limit=limit, **sizes))
+
+        own = [parameter for parameter in signature.parameters.values() if parameter.name != "traffic"]
+        at = list(signature.parameters).index("traffic")
+        own[at:at] = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
+            for name, option, default in (
+                ("workload", Trace, DEFAULT_TRACE), ("limit", Limit, limit), ("max_input_tokens", MaxInput, None),
+                ("max_output_tokens", MaxOutput, None),
+            )
+        ]  # fmt: skip
+        keyword = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        wrapper.__signature__ = signature.replace(parameters=keyword)  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate
 
 
 def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
@@ -40,7 +75,7 @@ def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
     def wrapper(context: typer.Context, preset: str | None, **options: Any) -> None:
         given = {knob.name: options.pop(knob.name) for knob in knobs}
         typed = {knob.name: (knob, given[knob.name]) for knob in knobs if given[knob.name] is not None}
-        given = {name: value if knob.kind is bool else parse_knob(knob, value) for name, (knob, value) in typed.items()}
+        given = {name: _value(knob, value) for name, (knob, value) in typed.items()}
         if preset is not None:
             options, given = _with_preset(preset, context, options, given)
         command(**options, knobs=given)
@@ -57,6 +92,23 @@ def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
         ]
     )
     return wrapper
+
+
+def _value(knob: Knob, value: Any) -> Any:
+    """What an option says; nothing is no value, since it mostly comes of a shell variable that is not set.
+
+    Raises:
+        OutOfRangeError: the knob does not take it.
+    """
+    if knob.kind is bool:
+        return value
+    if not value.strip():
+        raise OutOfRangeError(f"{_flag(knob)} has no value", works="a value, or no such option", knob=knob.name)
+    return parse_knob(knob, value)
+
+
+def _flag(knob: Knob) -> str:
+    return knob.flag or f"--{knob.name.replace('_', '-')}"
 
 
 def _with_preset(
@@ -77,7 +129,7 @@ def _with_preset(
 
 
 def _option(knob: Knob) -> Any:
-    flag = knob.flag or f"--{knob.name.replace('_', '-')}"
+    flag = _flag(knob)
     text = f"{knob.help} In {knob.unit}." if knob.unit else knob.help
     if knob.kind is bool:
         names = f"{flag}/--no-{flag.removeprefix('--')}"

@@ -30,6 +30,11 @@ def count(value: float | None) -> str:
     return MISSING if value is None or not math.isfinite(value) else f"{round(value):,}"
 
 
+def of(value: float, noun: str) -> str:
+    """A whole number of things: "1 request", "1,200 requests"."""
+    return f"{count(value)} {noun if round(value) == 1 else f'{noun}s'}"
+
+
 def memory(num_bytes: float | None) -> str:
     """Bytes of memory as GiB, MiB, KiB or B."""
     if num_bytes is None or not math.isfinite(num_bytes):
@@ -48,6 +53,13 @@ def gib(value: float) -> str:
 def memory_scale(num_bytes: float) -> tuple[int, str]:
     """Divisor and unit for an axis that reaches to `num_bytes`: plotly has no binary prefixes."""
     return (GIB, "GiB") if num_bytes >= GIB else (MIB, "MiB") if num_bytes >= MIB else (KIB, "KiB")
+
+
+def count_scale(largest: float, what: str) -> tuple[int, str]:
+    """Divisor and title for an axis of whole numbers that reaches to `largest`: long ones would meet each other."""
+    if largest >= 1e7:
+        return 1_000_000, f"million {what}"
+    return (1_000, f"thousand {what}") if largest >= 1e5 else (1, what)
 
 
 def bandwidth_scale(bytes_per_s: float) -> tuple[float, str]:

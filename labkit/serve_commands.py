@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from labkit.cli_options import AsJson, Limit, Vllm
+from labkit.cli_options import AsJson, Gpu, Limit, Vllm
 from labkit.errors import FileFormatError
-from labkit.terminal import out, show_json, show_plan, show_table
+from labkit.terminal import out, show_json, show_plan, show_table, warn_of_no_card
 from labkit.text import plain
 
 if TYPE_CHECKING:
     from labkit.advice.serve_command import ServeCommand
 
 Command = Annotated[str, typer.Argument(help="A command that starts vLLM, in quotes; or a file that holds it.")]
-Card = Annotated[str, typer.Option("--gpu", help="A card of `labkit gpus`, or 'auto' for this machine's.")]
 OtherModel = Annotated[str | None, typer.Option("--model", help="Instead of the model that the command names.")]
 
 
 def explain_command(
-    command: Command, gpu: Card = "auto", model: OtherModel = None, vllm: Vllm = "0.33.0", as_json: AsJson = False
+    command: Command, gpu: Gpu = "auto", model: OtherModel = None, vllm: Vllm = "0.33.0", as_json: AsJson = False
 ) -> None:
     """What a `vllm serve` or docker command means: its flags, what vLLM would refuse, and the memory plan."""
     from labkit.advice.command_diff import plan_command
@@ -35,13 +34,14 @@ def explain_command(
         show_json({"model": found.model, "vllm": found.version, **notes, "plan": plan_json(plan)})
         return
     _show_notes(found)
+    warn_of_no_card(gpu, plan)
     show_plan(plan)
 
 
 def diff(
     first: Command,
     second: Command,
-    gpu: Card = "auto",
+    gpu: Gpu = "auto",
     model: OtherModel = None,
     vllm: Vllm = "0.33.0",
     workload: Annotated[str | None, typer.Option(help="A trace to simulate with each; for the rate.")] = None,

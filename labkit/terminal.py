@@ -69,6 +69,8 @@ def show_plan(plan: MemoryPlan) -> None:
     out(f"  binds: {plan.binding_limit}")
     for cure in cures(plan):
         out(f"  would work: {cure.text}")
+    for refusal in refusals(plan):
+        out(f"  {refusal}")
     parts, errors = plan.breakdown.parts(), plan.breakdown.uncertainty_bytes
     rows = [
         [
@@ -84,8 +86,30 @@ def show_plan(plan: MemoryPlan) -> None:
         ["part", "size", "within", "how"],
         rows,
     )
+    show_notes(plan, without=refusals(plan))
+
+
+def refusals(plan: MemoryPlan) -> tuple[str, ...]:
+    """Notes of settings with which vLLM does not start, whatever the memory."""
+    from labkit.memory.explain import REFUSED
+
+    return tuple(note for note in plan.notes if note.startswith(REFUSED))
+
+
+def show_notes(plan: MemoryPlan, without: Sequence[str] = ()) -> None:
+    """Print what was assumed."""
     for note in plan.notes:
-        out(f"note: {note}")
+        if note not in without:
+            out(f"note: {note}")
+
+
+def warn_of_no_card(asked: str, plan: MemoryPlan) -> None:
+    """Say that a plan of a server is one for the CPU where "auto" found no card."""
+    if asked == "auto" and plan.gpu.is_cpu and plan.engine == "vllm":
+        warn(
+            f"no card is here, so this is a plan for {shown.memory(plan.breakdown.total_bytes)} of the CPU's memory "
+            "(cpu_memory_gib); --gpu A10 plans for that card, `labkit gpus` lists them"
+        )
 
 
 def show_explanation(found: LogExplanation) -> None:

@@ -16,9 +16,7 @@ from labkit.advice.flags import (
     check_command,
     effective_default,
     flag_history,
-    flag_notes,
     flags_for,
-    in_range,
     recorded_version,
     version_tuple,
 )
@@ -179,13 +177,8 @@ def _unexportable(knob: Knob, value: Any, version: str, flags: Mapping[str, Flag
 
 
 def _block_size_problem(block_size: int, version: str) -> str:
-    notes = flag_notes()["--block-size"]
-    if block_size % notes["multiple_of"]:
-        return f"no CUDA attention backend takes it: they need a multiple of {notes['multiple_of']}; vLLM's 16 is kept"
-    largest = in_range(version, notes["maximum_on_cuda"])
-    if largest is not None and block_size > largest:
-        return f"vLLM {version} takes at most {largest} on CUDA; its default of 16 is kept"
-    return ""
+    why = vllm_rules(version).refused_block_size(block_size)
+    return f"{why}; vLLM's {knob_default('block_size')} is kept" if why else ""
 
 
 def knob_default(name: str) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from labkit.advice.step_bound import StepBound, step_bound
-from labkit.format import count, memory, number, share
+from labkit.format import count, memory, number, of, share
 from labkit.measure.run_record import RunRecord, StepRow
 from labkit.memory.questions import layout_of
 from labkit.memory.records import MemoryPlan
@@ -209,7 +209,7 @@ def _measured(plan: MemoryPlan, record: RunRecord) -> BindingLimit:
     steps = step_bound(plan, record)
     if not total_s or seconds.get(name, 0.0) < HOLDS_BACK_SHARE * total_s:
         span_s = record.steps[-1].start_s + record.steps[-1].duration_s - record.steps[0].start_s
-        text = f"at most {count(most_running)} requests ran at once and {blocks} blocks were used ({blocks_share})"
+        text = f"at most {of(most_running, 'request')} ran at once and {blocks} blocks were used ({blocks_share})"
         if total_s and total_s >= BUSY_SHARE * span_s:
             evidence.append(("time in steps", share(total_s, span_s)))
             text = f"no request waited for room; {steps.sentence if steps else text}"
@@ -221,7 +221,7 @@ def _measured(plan: MemoryPlan, record: RunRecord) -> BindingLimit:
         return _limit("compute", text, evidence, record.origin, steps)
     details: dict[str, str] = {
         "kv_blocks": f"requests waited for {waited} of the run with {blocks} blocks in use ({blocks_share}) and "
-        f"{count(preemptions)} preemptions",
+        f"{of(preemptions, 'preemption')}",
         "max_num_seqs": f"requests waited for {waited} of the run while all {count(plan.config.max_num_seqs)} places "
         f"were taken and no more than {blocks} blocks were used ({blocks_share})",
         "max_num_batched_tokens": f"requests waited for {waited} of the run while each step carried its "

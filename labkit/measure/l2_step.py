@@ -7,6 +7,7 @@ import dataclasses
 from collections import Counter
 
 from labkit.errors import LabkitError, UnsupportedError
+from labkit.format import of
 from labkit.measure.attention_shape import AttentionShape, BatchShape
 from labkit.measure.l2_calibration import L2Calibration
 from labkit.measure.l2_simulator import simulate_attention
@@ -81,7 +82,7 @@ def simulate_run(record: RunRecord, gpu: GpuSpec) -> Counters | None:
     batch = fullest_decode(record)
     if batch is None:
         return None
-    scope = f"attention of a decode step of {len(batch.query_lens)} requests"
+    scope = f"attention of a decode step of {of(len(batch.query_lens), 'request')}"
     return dataclasses.replace(simulate_step(record.model, gpu, record.plan.config, batch), scope=scope)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from labkit.engine.engine import Engine
 from labkit.engine.sampling_params import EngineRequest, SamplingParams
 from labkit.errors import DoesNotFitError, LabkitError, UnsupportedError
+from labkit.format import of
 from labkit.measure.attention_shape import AttentionShape, BatchShape
 from labkit.measure.card_users import current_card_uuid
 from labkit.measure.counters import TIME, counters, to_counters
@@ -128,7 +129,7 @@ def _count_attention(engine: Engine) -> tuple[Counters | None, tuple[str, ...]]:
         parts.append({name: value if ".pct" in name else alike * value for name, value in result.values.items()})
         time_s += graph_time_s(call, flush)
     found = to_counters(_sum(parts), " and ".join(sorted(methods)), engine.plan.gpu.name)
-    return _timed(found, time_s, f"attention of a decode step of {len(running)} requests"), tuple(notes)
+    return _timed(found, time_s, f"attention of a decode step of {of(len(running), 'request')}"), tuple(notes)
 
 
 def running_batch(engine: Engine) -> BatchShape:

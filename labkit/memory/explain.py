@@ -18,6 +18,7 @@ from labkit.specs.model_spec import ModelSpec
 
 # Notes on a verdict that is not sure begin so.
 DOUBT = "may not fit: "
+REFUSED = "vLLM refuses "
 NO_SWAP_SINCE = (0, 18, 0)
 # Weights that no engine makes while loading.
 MADE_BEFOREHAND = (
@@ -209,7 +210,7 @@ def notes_vllm(
     calibration: Calibration,
 ) -> tuple[str, ...]:
     """What was assumed, one sentence each."""
-    notes = list(model.notes)
+    notes = [*_refusals(model, gpu, config, rules), *model.notes]
     if rules.note:
         notes.append(rules.note)
     if config.gpu_memory_utilization == 0.92 != rules.utilization:
@@ -223,12 +224,21 @@ def notes_vllm(
     if rank.layout.padding_layers:
         notes.append(f"{rank.layout.padding_layers} padding layers take pages and hold nothing")
     notes += _flag_notes(model, config, rules)
+    return (*notes, *card_notes(model, gpu, config))
+
+
+def _refusals(model: ModelSpec, gpu: GpuSpec, config: EngineConfig, rules: VersionRules) -> list[str]:
+    """Flags with which vLLM does not start, whatever the memory."""
+    notes = []
+    why = "" if gpu.is_cpu else rules.refused_block_size(config.block_size)
+    if why:
+        notes.append(f"{REFUSED}block_size {config.block_size}: {why}")
     if (config.max_model_len or 0) > model.max_position_embeddings:
         notes.append(
-            f"max_model_len is over the model's {count(model.max_position_embeddings)} positions: vLLM refuses it "
-            "unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+            f"{REFUSED}max_model_len {count(config.max_model_len)} is over the model's "
+            f"{count(model.max_position_embeddings)} positions, unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 is set"
         )
-    return (*notes, *card_notes(model, gpu, config))
+    return notes
 
 
 def _flag_notes(model: ModelSpec, config: EngineConfig, rules: VersionRules) -> list[str]:

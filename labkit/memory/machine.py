@@ -63,7 +63,9 @@ def question_for(
     for name, value in sizes.items():
         lowest = -(2**20) if name == "available_kv_bytes" else 0  # a log may print a negative pool
         if value is not None and not lowest <= value < 2**20:
-            raise OutOfRangeError(f"{name.removesuffix('_bytes')} cannot be {gib(value)}", works="0 or more GiB")
+            title = name.removesuffix("_bytes")
+            knob = f"--{title.replace('_', '-')}-gib"
+            raise OutOfRangeError(f"{title} cannot be {gib(value)}", works="0 or more GiB", knob=knob)
     question = Question(
         named_or_loaded(model),
         load_gpu(gpu),

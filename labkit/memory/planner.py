@@ -70,7 +70,10 @@ def plan(
     """
     if engine not in ENGINES:
         close = nearest(engine, ENGINES)
-        raise UnknownNameError(f"there is no engine {plain(engine, 40)!r}", works=close or ", ".join(ENGINES))
+        available = ", ".join(ENGINES)
+        raise UnknownNameError(
+            f"there is no engine {plain(engine, 40)!r}", available=available, works=close or available, knob="engine"
+        )
     config = config or EngineConfig()
     if engine == "labkit" and gpu.is_cpu:
         return _plan_cpu(model, gpu, config)

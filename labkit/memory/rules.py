@@ -41,6 +41,7 @@ class VersionRules:
             "listed" (`runner2_architectures`), "dense" (those, and what has neither experts nor state) or "all".
         state_prefix_caching: recurrent layers take part in prefix caching by default.
         charges_others: what other processes and the CUDA context use counts against the budget, as non-torch memory.
+        block_size_multiple, largest_block_size: the block sizes that its CUDA attention backends take; None has no end.
         note: said when the version is not known and the nearest is used.
     """
 
@@ -62,6 +63,8 @@ class VersionRules:
     runner2_architectures: tuple[str, ...]
     state_prefix_caching: bool
     charges_others: bool
+    block_size_multiple: int
+    largest_block_size: int | None
     note: str | None = None
 
     def model_runner(self, model: ModelSpec) -> int:
@@ -72,6 +75,17 @@ class VersionRules:
             return 2
         mixed = model.moe is not None or any(layer.kind == "state" for layer in model.layers)
         return 2 if self.runner2_models == "dense" and not mixed else 1
+
+    def refused_block_size(self, block_size: int) -> str:
+        """Why no CUDA attention backend takes `block_size`, with the nearest sizes that work; "" where one does."""
+        step, largest = self.block_size_multiple, self.largest_block_size
+        if largest is not None and block_size > largest:
+            return f"vLLM {self.text} takes at most {largest} on CUDA"
+        if block_size % step == 0:
+            return ""
+        below = block_size // step * step
+        near = " or ".join(str(size) for size in (below, below + step) if size and size <= (largest or size))
+        return f"no CUDA attention backend takes it: they need a multiple of {step}, such as {near}"
 
     @property
     def is_older_than_known(self) -> bool:
@@ -93,7 +107,7 @@ def parse_version(text: str) -> tuple[int, int, int]:
     found = _VERSION.match(str(text).strip()[:64])
     if found is None:
         raise OutOfRangeError(
-            f"{plain(repr(text), 60)} is no vLLM version", works="0.33.0", knob="vllm (the engine's version)"
+            f"{plain(repr(text), 60)} is no vLLM version", works="0.33.0", knob="--vllm"
         )
     major, minor, patch = (int(part or 0) for part in found.groups())
     return major, minor, patch

@@ -100,6 +100,7 @@ def config_from_text(text: str) -> EngineConfig:
             raise FileFormatError(f"{plain(word, 60)!r} is not of the form name=value", works="block_size=32")
         if name not in knobs:
             close = nearest(name, knobs)
-            raise UnknownNameError(f"this version has no knob {plain(name, 60)!r}", works=close)
+            works = close or "a flag of `labkit plan --help`, with _ for -"
+            raise UnknownNameError(f"this version has no knob {plain(name, 60)!r}", works=works)
         values[name] = parse_knob(knobs[name], value)
     return EngineConfig(**values)

@@ -21,6 +21,8 @@ from labkit.text import nearest, plain
 
 MAX_SAFETENSORS_HEADER_BYTES = 100 * 2**20
 MAX_SHARDS = 10_000
+_FILES = "a model folder, config.json or .gguf file"
+_SOURCES = f"a name of `labkit models`, a hub id, {_FILES}"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
@@ -40,13 +42,13 @@ def load_model(source: str | os.PathLike[str] | ModelSpec) -> ModelSpec:
     if isinstance(source, ModelSpec):
         return source
     if not isinstance(source, (str, os.PathLike)) or not str(source).strip() or "\0" in str(source):
-        raise UnknownNameError(f"a model's name is text, not {plain(repr(source), 80)}", knob="model")
+        raise UnknownNameError(f"a model's name is text, not {plain(repr(source), 80)}", works=_SOURCES, knob="model")
     name = str(source).strip()
     path = Path(name).expanduser()
     if _exists(path):
         return _load_path(path)
     if isinstance(source, os.PathLike) or name.endswith((".json", ".gguf")) or name.startswith(("/", "./", "../", "~")):
-        raise FileFormatError(f"there is no model at {plain(name)}", works="a model folder, config.json or .gguf file")
+        raise FileFormatError(f"there is no model at {plain(name)}", works=_FILES, knob="model")
     found = find_name(name)
     if found is not None:
         return catalogue_model(found)
@@ -70,7 +72,7 @@ def _load_path(path: Path) -> ModelSpec:
     if path.suffix.casefold() == ".json":
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
         return model_from_config(read_config_file(path), plain(name, 200), source=str(path))
-    raise FileFormatError(f"{plain(path)} is no model", works="a model folder, config.json or .gguf file")
+    raise FileFormatError(f"{plain(path)} is no model", works=_FILES, knob="model")
 
 
 def _load_gguf(path: Path) -> ModelSpec:
@@ -91,7 +93,9 @@ def _load_folder(folder: Path) -> ModelSpec:
         ggufs = sorted(folder.glob("*.gguf"))[:2]
         if len(ggufs) == 1:
             return _load_gguf(ggufs[0])
-        raise FileFormatError(f"{plain(folder)} holds no config.json and not exactly one .gguf file")
+        raise FileFormatError(
+            f"{plain(folder)} holds no config.json and not exactly one .gguf file", works=_FILES, knob="model"
+        )
     values = read_config_file(config)
     extra = folder / "hf_quant_config.json"
     if "quantization_config" not in values and extra.is_file():
@@ -193,5 +197,6 @@ def _unknown(name: str, reason: str) -> UnknownNameError:
     close = nearest(name, model_names()) or nearest(name, [known.rpartition("/")[2] for known in model_names()])
     why = f"; {reason}" if reason else ""
     return UnknownNameError(
-        f"there is no model called {plain(name, 120)!r} in the catalogue or on disk{why}", works=close, knob="model"
-    )
+        f"there is no model called {plain(name, 120)!r} in the catalogue or on disk{why}",
+        needed=_SOURCES, works=close, knob="model",
+    )  # fmt: skip

@@ -64,6 +64,8 @@ def _decoded(file: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise FileFormatError(f"line {number} of {name} is not UTF-8 at byte {error.start}") from error
+            raise FileFormatError(
+                f"line {number} of {name} is not UTF-8 at byte {error.start}", works="a CSV or JSON-lines file as text"
+            ) from error
         if text.strip():
             yield number, text

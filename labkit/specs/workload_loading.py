@@ -152,7 +152,10 @@ class _Collected:
                 )
         if not kept:
             raise FileFormatError(
-                f"{name} has no request with prompt and output", available=f"{self._dropped} empty rows"
+                f"{name} has no request with prompt and output",
+                available=f"{self._dropped} rows, all with 0 tokens" if self._dropped else "a header alone",
+                works="a row with prompt and output tokens for each request, or a trace of `labkit traces`",
+                knob="workload",
             )
         return kept
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,9 +11,11 @@ from labkit.advice.claims import blocks, case_a, kv_bytes, limits, speed
 from labkit.advice.claims.verdict import Verdict
 from labkit.errors import UnknownNameError
 from labkit.results import at_least, write_results
-from labkit.text import nearest, plain
+from labkit.text import plain
 
 CASE_A = "CASE-A"
+# "c4" and "4" mean C04.
+_SHORT = re.compile(r"C?(\d{1,2})")
 VERDICTS = "claims with a verdict and numbers"
 
 CLAIMS: tuple[Callable[[], Verdict], ...] = (
@@ -33,16 +36,18 @@ def judge(claim: str) -> Verdict:
     """Put one claim to the test, or the guides' reference case by the name "CASE-A".
 
     Raises:
-        UnknownNameError: no such claim; names the nearest.
+        UnknownNameError: no such claim.
     """
     wanted = claim.strip().upper()
+    short = _SHORT.fullmatch(wanted)
+    if short:
+        wanted = f"C{int(short.group(1)):02d}"
     if wanted == CASE_A:
         return case_a.judge_case()
     for test in CLAIMS:
         if test.__name__.upper() == wanted:
             return test()
-    close = nearest(wanted, claim_ids()) or f"C01 to C30, {CASE_A}"
-    raise UnknownNameError(f"there is no claim {plain(claim, 40)!r}", works=close)
+    raise UnknownNameError(f"there is no claim {plain(claim, 40)!r}", works=f"C01 to C30, or {CASE_A}")
 
 
 def write_claims(path: str | os.PathLike[str], claims: Iterable[str] | None = None) -> dict[str, Any]:
