@@ -31,7 +31,7 @@ from labkit.engine.cuda_inputs import (
     rows_in_order,
     shape_of,
 )
-from labkit.engine.cuda_memory import StepCosts, give_back, look_at, pool_of, with_blocks
+from labkit.engine.cuda_memory import StepCosts, give_back, in_room, look_at, pool_of, with_blocks
 from labkit.engine.cuda_profile import PROMPT_SIZES, decode_sizes, prompt_step
 from labkit.engine.cuda_swap import SwapTimes
 from labkit.engine.sampler import penalize
@@ -134,7 +134,7 @@ class CudaExecutor:
             self._measured.outside_bytes = look_at(self._device).other_bytes
         self._asked = plan
         self.plan = plan
-        self._allocate(plan, [])
+        in_room(plan, self._device, lambda: self._allocate(plan, []))
 
     def reconfigure(self, plan: MemoryPlan) -> None:
         """See `Executor.reconfigure`; memory is touched only when a knob of memory changed."""
@@ -148,7 +148,7 @@ class CudaExecutor:
         self._note_other_programs()
         spare = self._drop()
         self._asked = plan
-        self._allocate(plan, spare)
+        in_room(plan, self._device, lambda: self._allocate(plan, spare))
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """See `Executor.execute`."""
@@ -289,12 +289,10 @@ class CudaExecutor:
                 "weights": self._weights_bytes, "block_tables": costs.tables_bytes,
                 "activation": costs.activation_bytes, "cuda_graphs": costs.graphs_bytes, "workspace": workspace,
             }  # fmt: skip
-            num_blocks, pool_bytes = agreed_blocks(
-                decoder.ranks,
-                lambda: pool_of(
-                    plan, form, look_at(self._device), costs, weights=self._weights_bytes, workspace=workspace
-                ),
-            )
+            card, mine = look_at(self._device), self._weights_bytes + self._measured.library_bytes
+            facts = {"weights": self._weights_bytes, "workspace": workspace}
+            facts["others"] = max(0, card.allocated_bytes - mine - sum(pool.nbytes for pool in spare))
+            num_blocks, pool_bytes = agreed_blocks(decoder.ranks, lambda: pool_of(plan, form, card, costs, **facts))
             self.plan = with_blocks(plan, form, num_blocks, _swap_blocks(plan, form))
         memory = self._build(self.plan, self._pool_memory(form, pool_bytes, spare))
         if self._on_card and self._captures(plan):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +13,7 @@ import torch
 from labkit.engine.cuda_cache import CacheFormat
 from labkit.errors import DoesNotFitError
 from labkit.format import memory
+from labkit.memory.card_parts import card_parts
 from labkit.memory.labkit_rules import pool_bytes
 from labkit.memory.records import MemoryPlan
 
@@ -60,22 +63,68 @@ class StepCosts:
     captures_largest: bool = False
 
 
+def in_room(plan: MemoryPlan, device: torch.device, call: Callable[[], None]) -> None:
+    """`call`, which tries the plan's largest steps and captures them, on a card where something may lie already.
+
+    Raises:
+        DoesNotFitError: they take more than is free.
+    """
+    if device.type != "cuda":
+        call()
+        return
+    try:
+        call()
+        return
+    except torch.OutOfMemoryError:
+        pass
+    # Here torch's error is gone, and with it all that was tried.
+    gc.collect()
+    give_back(device)
+    room = look_at(device).free_bytes
+    raise DoesNotFitError(
+        "steps of this plan do not fit beside what this process and others hold of the card",
+        needed=f"more than {memory(room)}",
+        available=memory(room),
+        works=_fewer_tokens(plan, room),
+        knob="max_num_batched_tokens",
+    )
+
+
+def _fewer_tokens(plan: MemoryPlan, room: int) -> str:
+    """Half the tokens of a step, a quarter, … until its predicted parts lie within `room`."""
+    tokens = int(plan.config.max_num_batched_tokens or 1) // 2
+    while tokens >= max(1, int(plan.config.max_num_seqs or 1)):
+        parts = card_parts(plan.model, plan.gpu, plan.config.replace(max_num_batched_tokens=tokens))
+        if parts.tables_bytes + parts.activation_bytes + parts.graphs_charged_bytes <= room:
+            return f"max_num_batched_tokens = {tokens}"
+        tokens //= 2
+    return "a card with more room"
+
+
 def pool_of(
-    plan: MemoryPlan, form: CacheFormat, card: CardMemory, costs: StepCosts, *, weights: int, workspace: int
+    plan: MemoryPlan,
+    form: CacheFormat,
+    card: CardMemory,
+    costs: StepCosts,
+    *,
+    weights: int,
+    workspace: int,
+    others: int = 0,
 ) -> tuple[int, int]:
     """KV blocks that fit, and the bytes to hold them in.
 
     Those are utilization of the card's total, less weights, tables, peak, graphs and workspace.
 
-    As in vLLM the share is of the card's total and what other processes hold is not charged; but that much must be
-    free. How the rest becomes a pool: `labkit.memory.labkit_rules.pool_bytes`.
+    As in vLLM the share is of the card's total and what other processes hold is not charged, nor `others`, what other
+    engines and tensors of this process have; but that much must be free. How the rest becomes a pool:
+    `labkit.memory.labkit_rules.pool_bytes`.
 
     Raises:
         DoesNotFitError: the card does not have the budget free, or no block fits.
     """
     config = plan.config
     budget = math.ceil(card.total_bytes * config.gpu_memory_utilization)
-    within_reach = card.free_bytes + card.reserved_bytes + workspace
+    within_reach = card.free_bytes + card.reserved_bytes - others + workspace
     used = weights + costs.tables_bytes + workspace + costs.activation_bytes + costs.graphs_bytes
     available = budget - used if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
     if config.num_gpu_blocks_override is not None:
@@ -84,7 +133,8 @@ def pool_of(
     if needed > within_reach:
         works = math.floor(100 * within_reach / card.total_bytes) / 100
         raise DoesNotFitError(
-            "the card does not have the budget free; another process may hold its memory",
+            "the card does not have the budget free; another process may hold its memory"
+            + (f", and this one holds {memory(others)} for something else" if others > needed // 100 else ""),
             needed=memory(needed),
             available=memory(within_reach),
             works=f"gpu_memory_utilization = {works:.2f}",

@@ -95,11 +95,12 @@ def test_kv_types_that_the_kernels_lack_are_refused(tiny_spec, one_thread):
 class TestPool:
     """A card of 10 GiB at 50 %: the budget is 5 GiB."""
 
-    def pool(self, make_plan, form, costs=(0, 0, 0), memory=(10, 9), weights=GIB, **config):
+    def pool(self, make_plan, form, costs=(0, 0, 0), memory=(10, 9), weights=GIB, others=0, **config):
         from labkit.engine.cuda_memory import StepCosts, pool_of
 
         plan = make_plan(gpu_memory_utilization=0.5, **config)
-        return pool_of(plan, form, card(*memory), StepCosts(*costs), weights=weights, workspace=GIB // 4)
+        facts = {"weights": weights, "workspace": GIB // 4, "others": others}
+        return pool_of(plan, form, card(*memory), StepCosts(*costs), **facts)
 
     def test_it_takes_what_the_other_parts_leave(self, make_plan, form):
         """5 - 1 - 0.25 - 0.5 - 0.125 - 0.125 GiB."""
@@ -120,9 +121,56 @@ class TestPool:
             self.pool(make_plan, form, memory=(10, 3, 1))
         assert "gpu_memory_utilization = 0.42" in str(caught.value)
 
+    def test_what_another_engine_of_the_process_holds_is_not_within_reach(self, make_plan, form):
+        """Of 3 GiB that torch has, 2 are another engine's: 2 + 1 + 0.25 GiB are left for a budget of 5."""
+        assert self.pool(make_plan, form, memory=(10, 2, 3)) == self.pool(make_plan, form)
+        with pytest.raises(DoesNotFitError, match=r"this one holds 2\.00 GiB for something else") as caught:
+            self.pool(make_plan, form, memory=(10, 2, 3), others=2 * GIB)
+        assert (caught.value.needed, caught.value.available) == ("5.00 GiB", "3.25 GiB")
+        assert (caught.value.works, caught.value.knob) == ("gpu_memory_utilization = 0.32", "gpu_memory_utilization")
+
     def test_no_block_left_is_refused(self, make_plan, form):
         with pytest.raises(DoesNotFitError, match="no KV block"):
             self.pool(make_plan, form, weights=5 * GIB)
+
+
+class TestRoom:
+    """Steps that are tried on a card with 1 GiB free."""
+
+    def tried(self, monkeypatch, one_thread, error, tokens=8192):
+        from labkit.engine import cuda_memory
+        from labkit.memory import plan
+        from labkit.specs import load_gpu, load_model
+        from labkit.specs.engine_config import EngineConfig
+
+        config = EngineConfig(max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=tokens)
+        monkeypatch.setattr(cuda_memory, "give_back", lambda device: None)
+        monkeypatch.setattr(cuda_memory, "look_at", lambda device: card(80, 1))
+
+        def call():
+            if error:
+                raise error
+
+        made = plan(load_model("meta-llama/Llama-3.1-8B"), load_gpu("H200"), config)
+        cuda_memory.in_room(made, one_thread.device("cuda"), call)
+
+    def test_memory_that_ends_is_the_lab_s_own_error(self, monkeypatch, one_thread):
+        """A step of 8,192 tokens needs more than 1 GiB for activations: gate and up alone have 8,192 · 28,672 · 2."""
+        with pytest.raises(DoesNotFitError, match="do not fit beside what this process and others hold") as caught:
+            self.tried(monkeypatch, one_thread, one_thread.OutOfMemoryError("CUDA out of memory"))
+        assert (caught.value.needed, caught.value.available) == ("more than 1.00 GiB", "1.00 GiB")
+        assert caught.value.knob == "max_num_batched_tokens"
+        assert int(caught.value.works.removeprefix("max_num_batched_tokens = ")) in (512, 1024, 2048, 4096)
+        assert caught.value.__context__ is None
+
+    def test_a_step_that_cannot_shrink_needs_another_card(self, monkeypatch, one_thread):
+        with pytest.raises(DoesNotFitError, match="a card with more room"):
+            self.tried(monkeypatch, one_thread, one_thread.OutOfMemoryError("CUDA out of memory"), tokens=64)
+
+    def test_other_errors_and_none_are_left_alone(self, monkeypatch, one_thread):
+        self.tried(monkeypatch, one_thread, None)
+        with pytest.raises(RuntimeError, match="illegal"):
+            self.tried(monkeypatch, one_thread, RuntimeError("an illegal memory access"))
 
 
 @pytest.mark.parametrize(

@@ -394,6 +394,20 @@ def test_a_card_without_the_budget_free_says_what_fits(decoders, monkeypatch):
     assert caught.value.knob == "gpu_memory_utilization"
 
 
+def test_a_second_engine_beside_another_says_what_fits(decoders):
+    """Weights are shared; the first engine's pool is not within the second one's reach."""
+    knobs = {"num_gpu_blocks_override": None, "enforce_eager": True}
+    first = make_engine(decoders["bfloat16"], gpu_memory_utilization=0.6, **knobs)
+    with pytest.raises(DoesNotFitError, match=r"this one holds .* GiB for something else") as caught:
+        make_engine(decoders["bfloat16"], gpu_memory_utilization=0.6, **knobs)
+    share = float(caught.value.works.removeprefix("gpu_memory_utilization = "))
+    assert 0.2 < share < 0.4
+    second = make_engine(decoders["bfloat16"], gpu_memory_utilization=share, **knobs)
+    assert drain(second, requests(4)) == drain(first, requests(4))
+    second.close()
+    first.close()
+
+
 def test_out_of_memory_in_a_step_leaves_the_engine_usable(decoders, monkeypatch):
     import torch
 
@@ -441,8 +455,9 @@ def test_out_of_memory_while_reconfiguring_leaves_a_way_back(decoders, monkeypat
     other = make_memory_plan(start.model, load_gpu("H200"), start.config.replace(block_size=32))
     with monkeypatch.context() as patched:
         patched.setattr(cuda_executor, "CudaKVCache", fail)
-        with pytest.raises(torch.cuda.OutOfMemoryError):
+        with pytest.raises(DoesNotFitError, match="steps of this plan do not fit") as caught:
             engine.reconfigure(other)
+    assert caught.value.knob == "max_num_batched_tokens"
     engine.reconfigure(start)
     assert drain(engine, asked)[0] == baseline
     engine.close()
