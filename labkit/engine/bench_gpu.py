@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from labkit.engine.bench_steps import decode_after_changes, eager_decode, prompt_steps
 from labkit.errors import UnsupportedError
 from labkit.files import write_atomic
 from labkit.format import memory
@@ -321,6 +322,10 @@ def run_bench(on_progress: Callable[[str], None], on_rows: Callable[[dict[str, d
     measure("eager", lambda: bench.first_token_after_change(enforce_eager=True))
     measure("cold", cold_start)
     measure("lost", bench.lost_bytes)
+    measure("eager_decode", lambda: eager_decode(bench))
+    measure("steps_graphs", lambda: prompt_steps(bench, enforce_eager=False))
+    measure("steps_eager", lambda: prompt_steps(bench, enforce_eager=True))
+    measure("after_changes", lambda: decode_after_changes(bench))
     large = Bench(LARGE_MODEL, on_progress)
     measure("large", lambda: large.many_at_once(LARGE_STEP_TOKENS))
     measure("alone", lambda: large.throughput("1 × 512→256", [(512, 256)], rounds=2))
@@ -356,7 +361,16 @@ def summarize(rows: dict[str, dict]) -> dict[str, dict]:
         "lost_bytes_200_reconfigurations": at_most(value("lost", "lost_bytes"), 0),
         "swap_share_hidden": at_least(value("swap", "hidden_share"), 0.8, 0.95),
         "mixed_load_p99_ratio": at_most(value("mixed", "ratio"), 3.0, 2.0),
+        "eager_decode_step_ms": at_most(value("eager_decode", "median_ms"), 8.0, 6.0),
+        "step_of_512_tokens_32_prompts_ms": at_most(_step_ms(rows, "512/32"), 4.0, 3.0),
+        "step_of_8192_tokens_32_prompts_ms": at_most(_step_ms(rows, "8192/32"), 20.0, 18.0),
+        "decode_after_changes": at_most(value("after_changes", "ratio"), 1.02),
     }
+
+
+def _step_ms(rows: dict[str, dict], kind: str) -> float | None:
+    """From call to token of a step of prompts, "tokens/prompts", with graphs."""
+    return rows.get("steps_graphs", {}).get("ms", {}).get(kind, [None])[0]
 
 
 def name_of_card() -> str:
