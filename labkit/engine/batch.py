@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from labkit.engine.sequence import Sequence
@@ -18,7 +19,7 @@ class ScheduledBatch:
 
     Attributes:
         sequences: the B sequences, oldest first; executors read them (sampling, seed, tokens) and change nothing.
-        token_ids, positions: [T] input tokens and their positions.
+        token_ids: [T] input tokens.
         query_starts: [B + 1] first row of each sequence, then T.
         seq_lens: [B] tokens in the cache when the step is done.
         block_tables: [B] lists of block ids that cover seq_lens tokens.
@@ -33,7 +34,6 @@ class ScheduledBatch:
 
     sequences: tuple[Sequence, ...] = ()
     token_ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
     query_starts: list[int] = field(default_factory=lambda: [0])
     seq_lens: list[int] = field(default_factory=list)
     block_tables: list[list[int]] = field(default_factory=list)
@@ -49,6 +49,12 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return len(self.token_ids)
+
+    @cached_property
+    def positions(self) -> list[int]:
+        """[T] positions of the input tokens."""
+        rows = zip(self.query_starts, self.query_starts[1:], self.seq_lens, strict=False)
+        return [position for start, stop, end in rows for position in range(end - (stop - start), end)]
 
 
 class Executor(Protocol):
@@ -107,7 +113,6 @@ class BatchBuilder:
 def _add_rows(batch: ScheduledBatch, sequence: Sequence, count: int) -> None:
     start = sequence.num_computed_tokens
     batch.token_ids.extend(sequence.token_ids[start : start + count])
-    batch.positions.extend(range(start, start + count))
     batch.query_starts.append(len(batch.token_ids))
     batch.seq_lens.append(start + count)
     batch.block_tables.append(sequence.block_table)

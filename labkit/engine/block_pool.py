@@ -12,11 +12,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 from labkit.errors import LabkitError, OutOfRangeError
 
-HashFunction = Callable[[bytes, Sequence[int]], bytes]
+HashFunction = Callable[[Any, Sequence[int]], Hashable]
 
 
 class BlockError(LabkitError):
@@ -36,7 +37,7 @@ class BlockKey:
     def __init__(self, parent: BlockKey | None, token_ids: tuple[int, ...], hash_function: HashFunction) -> None:
         self.parent = parent
         self.token_ids = token_ids
-        self.hash: bytes = hash_function(parent.hash if parent else b"", token_ids)
+        self.hash: Hashable = hash_function(parent.hash if parent else b"", token_ids)
 
     def same_content(self, other: BlockKey | None) -> bool:
         """Whether both stand for the same tokens from the first one on; hashes are not trusted."""
@@ -64,7 +65,7 @@ class BlockPool:
         num_blocks: blocks in the pool, 0 or more.
         block_size: tokens in a block.
         enable_prefix_caching: freed blocks with a registered key stay until their room is needed, oldest first.
-        hash_function: (parent hash, token ids) → hash; another one is for tests, equal hashes do no harm.
+        hash_function: (parent hash or b"", token ids) → hash; equal hashes do no harm.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class BlockPool:
         self._free = bytearray(b"\1" * num_blocks)
         self._num_free = num_blocks
         self._lru: OrderedDict[int, None] = OrderedDict()
-        self._block_by_hash: dict[bytes, int] = {}
+        self._block_by_hash: dict[Hashable, int] = {}
         self._cursor = 0
 
     @property
@@ -128,9 +129,9 @@ class BlockPool:
             raise OutOfRangeError(f"cannot allocate {count} blocks", needed="a count of 0 or more")
         if count > self.num_available:
             return None
-        blocks = self._take_free(min(count, self._num_free), after, expected)
+        blocks = self._take_free(min(count, self._num_free), after, expected) if self._num_free else []
         if len(blocks) < count:
-            blocks += sorted(self._evict() for _ in range(count - len(blocks)))
+            blocks += sorted([self._evict() for _ in range(count - len(blocks))])
         for block_id in blocks:
             self._ref_counts[block_id] = 1
         return blocks

@@ -145,7 +145,7 @@ class Engine:
             raise OutOfRangeError(f"request id {plain(request.request_id, 80)} is in use")
         if request.sampling.stop and self._detokenize is None:
             raise OutOfRangeError("stop strings need an engine with a detokenizer", knob="stop")
-        check_prompt(request, self.plan.model.vocab_size)
+        self._check_prompt(request)
         self._check_fits(request)
         sequence = Sequence(request, self._next_index, request_seed(request, self.seed), self._scheduler.max_model_len)
         self._next_index += 1
@@ -286,6 +286,9 @@ class Engine:
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self.plan, on_finish=self._report, hash_function=self._hash_function)
+
+    def _check_prompt(self, request: EngineRequest) -> None:
+        check_prompt(request, self.plan.model.vocab_size)
 
     def _check_fits(self, request: EngineRequest) -> None:
         sampling = request.sampling

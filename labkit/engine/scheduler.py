@@ -165,12 +165,12 @@ class Scheduler:
 
     def extend(self, sequence: Sequence, count: int) -> bool:
         """`count` more blocks at the end of the table; False when the pool has none to give."""
-        last = sequence.block_table[-1] if sequence.block_table else -1
-        expected = self.pool.blocks_for(sequence.max_num_tokens) - len(sequence.block_table)
-        blocks = self.pool.allocate(count, after=last, expected=expected)
+        table, pool = sequence.block_table, self.pool
+        expected = pool.blocks_for(sequence.max_num_tokens) - len(table)
+        blocks = pool.allocate(count, after=table[-1] if table else -1, expected=expected)
         if blocks is None:
             return False
-        sequence.block_table.extend(blocks)
+        table.extend(blocks)
         return True
 
     def _end_outgrown(self, sequence: Sequence) -> None:
@@ -274,12 +274,12 @@ class Scheduler:
         """Let others find the blocks that its computed tokens have filled, where prefixes are cached."""
         if not self.config.enable_prefix_caching:
             return
-        block_size = self.pool.block_size
+        block_size, done = self.pool.block_size, sequence.num_registered_blocks
         count = sequence.num_computed_tokens // block_size
-        if count > sequence.num_registered_blocks:
+        if count > done:
             keys = sequence.full_keys(count, block_size, self.pool.hash_function)
-            for number in range(sequence.num_registered_blocks, count):
-                self.pool.register(sequence.block_table[number], keys[number])
+            for block_id, key in zip(sequence.block_table[done:count], keys[done:], strict=True):
+                self.pool.register(block_id, key)
             sequence.num_registered_blocks = count
 
     def _leave(self, sequence: Sequence) -> None:

@@ -85,10 +85,12 @@ class Sequence:
 
     def full_keys(self, count: int, block_size: int, hash_function: HashFunction) -> list[BlockKey]:
         """Keys of the first `count` full blocks."""
-        for number in range(len(self.keys), count):
-            tokens = tuple(self.token_ids[number * block_size : (number + 1) * block_size])
-            self.keys.append(BlockKey(self.keys[-1] if self.keys else None, tokens, hash_function))
-        return self.keys[:count]
+        keys, token_ids = self.keys, self.token_ids
+        parent = keys[-1] if keys else None
+        for start in range(len(keys) * block_size, count * block_size, block_size):
+            parent = BlockKey(parent, tuple(token_ids[start : start + block_size]), hash_function)
+            keys.append(parent)
+        return keys[:count]
 
     def forget_kv(self) -> None:
         """No token is computed any more; the caller has freed the blocks."""

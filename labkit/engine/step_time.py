@@ -29,6 +29,7 @@ from labkit.specs.gpu_spec import GpuSpec
 _SHARPNESS, _TINY = 5, 1e-300
 # Products at this share of the peak are as slow beside short measurements as they get.
 _BUSY_SHARE = 0.7
+_MOST_TABULATED = 16_384
 _VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 _VLLM_GRAPHS = LaunchRules(_VLLM_SIZES, _VLLM_SIZES)
 _WIDE_FORMATS = ("16bit", "32bit", "awq", "gptq", "int4", "gguf")
@@ -41,7 +42,7 @@ def _nothing() -> Array:
 
 @dataclass(frozen=True)
 class StepLoad:
-    """Work of one or many steps; every field is an array of one shape [steps].
+    """Work of one or many steps; every field is an array, [steps] or [1] for all of them.
 
     Attributes:
         num_tokens: tokens computed. num_seqs: requests that advance. num_sampled: rows that give a token.
@@ -116,26 +117,35 @@ class StepTimeModel:
     def parts(self, load: StepLoad) -> dict[str, Array]:
         """Part → seconds, [steps] each; `seconds` is their sum. The host's part is what the card does not hide."""
         tokens, sampled, is_eager = self._launched(load)
-        device = self._device_parts(load, tokens, sampled)
-        busy = sum(device.values())
-        host, launching = self._host_seconds(load, is_eager)
-        if self.launch.overlaps:
-            return {**device, "host": np.maximum(0.0, host + launching - busy)}
-        # The host runs ahead of the card while it launches, so what counts is whichever is slower.
-        return {**device, "host": host + np.maximum(0.0, launching - busy)}
+        device = {**self._by_tokens(tokens), **self._by_rows(sampled), **self._by_context(load)}
+        return {**device, "host": self._shown_host_seconds(load, is_eager, _sum(device))}
 
-    def _device_parts(self, load: StepLoad, tokens: Array, sampled: Array) -> dict[str, Array]:
-        """Part → seconds of the card, [steps] each; `tokens` and `sampled` rows are those of the step as launched."""
+    def _device_seconds(self, load: StepLoad, tokens: Array, sampled: Array) -> Array:
+        """Seconds of the card, [steps]; `tokens` and `sampled` rows are those of the step as launched."""
+        return _sum(self._by_tokens(tokens)) + _sum(self._by_rows(sampled)) + _sum(self._by_context(load))
+
+    def _by_context(self, load: StepLoad) -> dict[str, Array]:
+        """Part → seconds of the card that depend on which requests are in the step, [steps] each."""
+        return {
+            "kv": self._kv(load),
+            "prefill_attention": self._prefill(load),
+            "swap": load.swapped_bytes / self.constants.host_link_bytes_per_s + 0.0 * load.num_tokens,
+        }
+
+    def _by_rows(self, sampled: Array) -> dict[str, Array]:
+        """Part → seconds of the card that depend on the sampled rows alone, [steps] each."""
+        return {
+            "lm_head": self._products(self.cost.head, sampled, is_head=True),
+            "sampling": self._sampling(sampled),
+        }
+
+    def _by_tokens(self, tokens: Array) -> dict[str, Array]:
+        """Part → seconds of the card that depend on the tokens alone, [steps] each."""
         c, cost = self.constants, self.cost
         parts = {
             "dense": self._products(cost.dense, tokens, is_head=False),
-            "lm_head": self._products(cost.head, sampled, is_head=True),
-            "kv": self._kv(load),
-            "prefill_attention": self._prefill(load),
             "elementwise": tokens * (cost.elementwise_bytes * c.elementwise_passes / self._bandwidth),
             "communication": self._communication(tokens),
-            "sampling": self._sampling(sampled),
-            "swap": load.swapped_bytes / c.host_link_bytes_per_s + np.zeros_like(tokens),
         }
         if cost.num_experts:
             share = 1 - (1 - cost.experts_per_tok / cost.num_experts) ** tokens
@@ -143,7 +153,7 @@ class StepTimeModel:
             parts["experts"] = self._gemm(cost.experts, share, visits, c.expert_efficiency)
         if self.launch.overlaps:
             # What lies between kernels is the card's time, which the host cannot hide.
-            parts["gaps"] = self._between_kernels_s + np.zeros_like(tokens)
+            parts["gaps"] = self._between_kernels_s + 0.0 * tokens
         return parts
 
     def _host_seconds(self, load: StepLoad, is_eager: Array) -> tuple[Array, Array]:
@@ -158,11 +168,20 @@ class StepTimeModel:
         alone = 0.0 if self.launch.graph_sizes else c.eager_step_s + c.eager_layer_s * self.cost.num_layers
         return host + self._between_kernels_s, np.asarray(alone)
 
+    def _shown_host_seconds(self, load: StepLoad, is_eager: Array, busy: Array) -> Array:
+        """Host seconds that the card does not hide while it is `busy`, [steps]."""
+        host, launching = self._host_seconds(load, is_eager)
+        if self.launch.overlaps:
+            return np.maximum(0.0, host + launching - busy)
+        # The host runs ahead of the card while it launches, so what counts is whichever is slower.
+        return host + np.maximum(0.0, launching - busy)
+
     def seconds(self, load: StepLoad) -> Array:
         """Seconds from the start of each step to the start of the next, [steps]; with an overlapping host, of a step
         among others like it."""
-        parts = self.parts(load)
-        return np.asarray(sum(parts.values())) * self.constants.correction
+        tokens, sampled, is_eager = self._launched(load)
+        busy = self._device_seconds(load, tokens, sampled)
+        return (busy + self._shown_host_seconds(load, is_eager, busy)) * self.constants.correction
 
     def decode_seconds(self, contexts: Array, num_steps: int) -> Array:
         """Seconds of the next `num_steps` steps in which nothing but decode happens, [num_steps].
@@ -173,19 +192,18 @@ class StepTimeModel:
         return self.seconds(self.decode_load(contexts, num_steps))
 
     def decode_load(self, contexts: Array, num_steps: int) -> StepLoad:
-        """The work of those steps."""
+        """The work of those steps; what is the same in all of them is there once."""
         steps = np.arange(num_steps, dtype=float)
-        count = np.full(num_steps, float(len(contexts)))
-        zero = np.zeros(num_steps)
+        count, zero = np.array([float(len(contexts))]), np.zeros(1)
         kv = tuple(_context_sums(contexts, kind.window, steps) for kind in self.cost.kv)
-        return StepLoad(count, count, count, kv, tuple(zero for _ in kv), zero, zero)
+        return StepLoad(count, count, count, kv, tuple(zero for _ in kv), np.zeros(num_steps), zero)
 
     def overlapped(self, load: StepLoad) -> OverlappedSeconds:
         """Seconds of each step for `StepClock`."""
         tokens, sampled, is_eager = self._launched(load)
         host, launching = self._host_seconds(load, is_eager)
-        device = np.asarray(sum(self._device_parts(load, tokens, sampled).values())) * self.constants.correction
-        shape = np.zeros_like(device)
+        device = self._device_seconds(load, tokens, sampled) * self.constants.correction
+        shape = 0.0 * device
         return OverlappedSeconds((host + shape).tolist(), (launching + shape).tolist(), device.tolist())
 
     def waits_for_host(self, num_tokens: int) -> bool:
@@ -195,13 +213,13 @@ class StepTimeModel:
         load = StepLoad(tokens, np.ones(1), np.ones(1), nothing, nothing, num_prompt_tokens=tokens)
         c = self.constants
         launching = c.eager_step_s + (c.eager_layer_s + c.eager_prompt_layer_s) * self.cost.num_layers
-        return launching > float(sum(part[0] for part in self._device_parts(load, tokens, np.ones(1)).values()))
+        return launching > float(self._device_seconds(load, tokens, np.ones(1))[0])
 
-    @property
+    @cached_property
     def _between_kernels_s(self) -> float:
         return self.constants.moe_layer_s * self.cost.num_moe_layers + self.constants.layer_s * self.cost.num_layers
 
-    @property
+    @cached_property
     def _bandwidth(self) -> float:
         return float(self.gpu.mem_bandwidth_bytes_per_s or 0.0)
 
@@ -259,28 +277,37 @@ class StepTimeModel:
         self, matrix: MatrixCost, read_share: Array | float, tokens: Array, efficiency: float, kind: str = ""
     ) -> Array:
         if not matrix.num_bytes:
-            return np.zeros_like(tokens)
+            return 0.0 * tokens
         peak, reached = self._peak(kind or self.cost.weight_kind)
         memory = read_share * matrix.num_bytes / (self._bandwidth * self.constants.bandwidth_efficiency * efficiency)
         compute = 2 * matrix.num_elements * tokens / (peak * reached * efficiency)
         return smooth_max(memory, compute)
 
     def _kv(self, load: StepLoad) -> Array:
-        c, total = self.constants, np.zeros_like(load.num_tokens, dtype=float)
-        efficiency = c.kv_efficiency_8bit if self.cost.kv_is_quantized else c.kv_efficiency
-        peak = float(self.gpu.bf16_flops or self.gpu.fp16_flops or 0.0) * c.attention_efficiency
-        for kind, tokens in zip(self.cost.kv, load.kv_tokens, strict=True):
-            read = kind.token_bytes * tokens / (self._bandwidth * efficiency)
-            busy = smooth_max(read, kind.decode_flops * tokens / peak)
-            total = total + kind.num_layers * smooth_max(busy, c.attention_floor_s)
+        c, total = self.constants, 0.0 * load.num_tokens
+        for kind, token_s, tokens in zip(self.cost.kv, self._kv_token_s, load.kv_tokens, strict=True):
+            total = total + kind.num_layers * smooth_max(token_s * tokens, c.attention_floor_s)
             if c.attention_start_s:
                 total = total + np.where(tokens > 0, kind.num_layers * c.attention_start_s, 0.0)
         return total
 
+    @cached_property
+    def _kv_token_s(self) -> tuple[float, ...]:
+        """For each `KvCost`, seconds in which a layer's decode reads a token of context and multiplies with it."""
+        c = self.constants
+        efficiency = c.kv_efficiency_8bit if self.cost.kv_is_quantized else c.kv_efficiency
+        peak = float(self.gpu.bf16_flops or self.gpu.fp16_flops or 0.0) * c.attention_efficiency
+        return tuple(
+            float(smooth_max(kind.token_bytes / (self._bandwidth * efficiency), kind.decode_flops / peak))
+            for kind in self.cost.kv
+        )
+
     def _prefill(self, load: StepLoad) -> Array:
         c, tokens = self.constants, load.num_prompt_tokens
+        if not any(pairs.any() for pairs in load.pairs):
+            return 0.0 * load.num_tokens
         peak = float(self.gpu.bf16_flops or self.gpu.fp16_flops or 0.0) * c.attention_efficiency
-        total = np.zeros_like(load.num_tokens, dtype=float)
+        total = 0.0 * load.num_tokens
         if self.cost.kv_is_quantized:
             peak = peak / c.prompt_factor_8bit
         for kind, pairs in zip(self.cost.kv, load.pairs, strict=True):
@@ -299,15 +326,44 @@ class StepTimeModel:
     def _communication(self, tokens: Array) -> Array:
         c, tp = self.constants, self.cost.tensor_parallel_size
         if tp == 1:
-            return np.zeros_like(tokens)
+            return 0.0 * tokens
         moved = tokens * self.cost.hidden_bytes * 2 * (tp - 1) / tp
         return 2 * self.cost.num_layers * (c.all_reduce_s + moved / (link_bytes_per_s(self.gpu) * c.link_efficiency))
+
+
+@dataclass(frozen=True)
+class TabulatedStepTimes(StepTimeModel):
+    """The same model for an engine that asks for few steps at a time: what depends on tokens or rows alone is computed
+    once for each number of them.
+
+    Attributes:
+        max_tokens: tokens of a step, at most.
+    """
+
+    max_tokens: int = 0
+
+    @cached_property
+    def _tables(self) -> tuple[Array, Array]:
+        """Seconds of the card by tokens and by sampled rows, [counts] each."""
+        most = max((self.max_tokens, *self.launch.graph_sizes, *self.launch.prompt_sizes))
+        counts = np.arange(min(most, _MOST_TABULATED) + 1.0)
+        return _sum(self._by_tokens(counts)), _sum(self._by_rows(counts))
+
+    def _device_seconds(self, load: StepLoad, tokens: Array, sampled: Array) -> Array:
+        by_tokens, by_rows = self._tables
+        if max(tokens.tolist()) >= len(by_tokens):
+            return super()._device_seconds(load, tokens, sampled)
+        return by_tokens[tokens.astype(int)] + by_rows[sampled.astype(int)] + _sum(self._by_context(load))
+
+
+def _sum(parts: dict[str, Array]) -> Array:
+    return np.asarray(sum(parts.values()))
 
 
 def _next_size(sizes: tuple[int, ...], num_tokens: Array, values: tuple[int, ...] = ()) -> Array:
     """The next larger of `sizes`, or the largest, or what stands for it in `values`; 0 without any."""
     known = _as_array(sizes)
-    return _as_array(values or sizes)[np.minimum(np.searchsorted(known, num_tokens), len(known) - 1)]
+    return _as_array(values or sizes)[np.minimum(known.searchsorted(num_tokens), len(known) - 1)]
 
 
 @lru_cache(maxsize=16)

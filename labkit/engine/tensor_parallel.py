@@ -207,14 +207,12 @@ class StepReader:
             else:
                 self._tables[slots[row]].extend(entries)
         penalized = set(rows["penalized"])
-        pairs = list(zip(seq_lens, counts, strict=True))
         return ScheduledBatch(
             sequences=tuple(
                 self._sequence(slot, index, row in penalized)
                 for row, (slot, index) in enumerate(zip(slots, rows["indices"], strict=True))
             ),
             token_ids=rows["token_ids"],
-            positions=[position for length, count in pairs for position in range(length - count, length)],
             query_starts=[0, *accumulate(counts)],
             seq_lens=seq_lens,
             block_tables=[self._tables[slot] for slot in slots],

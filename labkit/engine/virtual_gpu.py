@@ -7,9 +7,10 @@ counts are those of single steps, and its times come from one evaluation of the 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,8 +19,7 @@ from labkit.engine.engine import UNKNOWN_TOKEN, Engine, RequestOutput, StepResul
 from labkit.engine.sampling_params import EngineRequest
 from labkit.engine.scheduler import Scheduler
 from labkit.engine.sequence import Sequence
-from labkit.engine.step_cost import KvCost
-from labkit.engine.step_time import StepClock, StepLoad, StepTimeModel
+from labkit.engine.step_time import StepClock, StepLoad, StepTimeModel, TabulatedStepTimes
 from labkit.engine.vllm_rules import VllmScheduler
 from labkit.memory.records import MemoryPlan
 
@@ -31,7 +31,9 @@ class VirtualGpuExecutor:
 
     def __init__(self, plan: MemoryPlan, model: StepTimeModel) -> None:
         self.plan = plan
-        self.model = model
+        self.model = TabulatedStepTimes(
+            model.cost, model.gpu, model.constants, model.launch, int(plan.config.max_num_batched_tokens or 1)
+        )
         self.time = StepClock()
         self._ends = frozenset(plan.model.eos_token_ids)
 
@@ -89,31 +91,34 @@ class VirtualGpuExecutor:
 
 def batch_load(batch: ScheduledBatch, model: StepTimeModel, block_bytes: int) -> StepLoad:
     """The work of one step as the step-time model takes it."""
-    counts = np.diff(batch.query_starts).astype(float)
-    lengths = np.array(batch.seq_lens, dtype=float)
-    decodes = counts == 1
-    contexts, queries, ends = lengths[decodes], counts[~decodes], lengths[~decodes]
+    counts = [after - before for before, after in pairwise(batch.query_starts)]
+    contexts = [length for count, length in zip(counts, batch.seq_lens, strict=True) if count == 1]
+    prompts = [(count, length) for count, length in zip(counts, batch.seq_lens, strict=True) if count != 1]
     swapped = (len(batch.swap_in) + len(batch.swap_out)) * block_bytes
+
+    def once(value: float) -> np.ndarray:
+        return np.array([float(value)])
+
     return StepLoad(
-        num_tokens=np.array([counts.sum()]),
-        num_seqs=np.array([float(len(counts))]),
-        num_sampled=np.array([float(sum(batch.samples))]),
-        kv_tokens=tuple(np.array([_seen(contexts, kind).sum()]) for kind in model.cost.kv),
-        pairs=tuple(np.array([_pairs(queries, ends, kind.window)]) for kind in model.cost.kv),
-        swapped_bytes=np.array([float(swapped)]),
-        num_prompt_tokens=np.array([queries.sum()]),
-        num_prompts=np.array([float(len(queries))]),
+        num_tokens=once(batch.num_tokens),
+        num_seqs=once(len(counts)),
+        num_sampled=once(sum(batch.samples)),
+        kv_tokens=tuple(once(_seen(contexts, kind.window)) for kind in model.cost.kv),
+        pairs=tuple(once(_pairs(prompts, kind.window)) for kind in model.cost.kv),
+        swapped_bytes=once(swapped),
+        num_prompt_tokens=once(sum(count for count, _ in prompts)),
+        num_prompts=once(len(prompts)),
     )
 
 
-def _seen(contexts: np.ndarray, kind: KvCost) -> np.ndarray:
-    return np.minimum(contexts, kind.window) if kind.window else contexts
+def _seen(contexts: list[int], window: int) -> int:
+    return sum(min(length, window) for length in contexts) if window else sum(contexts)
 
 
-def _pairs(queries: np.ndarray, ends: np.ndarray, window: int) -> float:
+def _pairs(prompts: list[tuple[int, int]], window: int) -> int:
     """(query, context) pairs of causal prefill: query i of a sequence sees end - queries + i + 1 tokens."""
-    whole = queries * ends - queries * (queries - 1) / 2
-    return float((np.minimum(whole, queries * window) if window else whole).sum())
+    whole = [(queries, queries * end - queries * (queries - 1) // 2) for queries, end in prompts]
+    return sum(min(pairs, queries * window) if window else pairs for queries, pairs in whole)
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,10 @@ class VirtualEngine(Engine):
         self._is_settled = False
         super().add_request(request)
 
+    def _check_prompt(self, request: EngineRequest) -> None:
+        # No model reads the tokens, so that they need not be in its vocabulary; one of them is enough to look at.
+        super()._check_prompt(replace(request, prompt_token_ids=request.prompt_token_ids[:1]))
+
     def step(self) -> StepResult:
         """See `Engine.step`."""
         result = super().step()
@@ -190,7 +199,7 @@ class VirtualEngine(Engine):
         if num_steps < 1:
             return None
         ends, done = self._times(computed + 1.0, num_steps)
-        num_steps = min(num_steps, 1 + int(np.searchsorted(ends[:-1], until_s, side="left")) + extra_steps)
+        num_steps = min(num_steps, 1 + int(ends[:-1].searchsorted(until_s)) + extra_steps)
         starts = np.concatenate(([self.gpu.now_s], ends[: num_steps - 1]))
         jump = self._take(computed, room, starts, ends[:num_steps])
         if self._overlaps:
@@ -208,7 +217,7 @@ class VirtualEngine(Engine):
         """When each of the next decode steps ends for the host, and when the card is done with it."""
         model, gpu = self.gpu.model, self.gpu
         if not self._overlaps:
-            ends = gpu.now_s + np.cumsum(model.decode_seconds(contexts, num_steps))
+            ends = gpu.now_s + model.decode_seconds(contexts, num_steps).cumsum()
             return ends, ends
         seconds = model.overlapped(model.decode_load(contexts, num_steps))
         clock, pending = replace(gpu.time), self._in_flight[1][1]  # type: ignore[index]
@@ -234,6 +243,9 @@ class VirtualEngine(Engine):
             # With no block left a request that is alone waits for its token, which may be its last.
             available -= 1
 
+        if len(room) * (num_steps // size + 1) <= available:
+            return num_steps
+
         def needed(steps: int) -> int:
             return int((-(-np.maximum(0, computed + steps - room) // size)).sum())
 
@@ -252,27 +264,30 @@ class VirtualEngine(Engine):
         scheduler, pool = self._scheduler, self._scheduler.pool
         running, num_steps = list(scheduler.running), len(ends)
         waste = int((room - computed).sum())
-        used, cached = np.empty(num_steps, dtype=int), np.empty(num_steps, dtype=int)
-        before, times = pool.num_used, ends.tolist()
+        before, times, firsts = pool.num_used, ends.tolist(), computed.tolist()
         for entry in running:
             if self._overlaps:
                 entry.token_ids.pop()
             entry.token_ids.extend([self.gpu.token_of(entry)] * num_steps)
-        position = 0
-        for step, events in groupby(_block_events(computed, room, num_steps, pool.block_size), key=lambda e: e[0]):
-            used[position:step], cached[position:step] = pool.num_used, pool.num_cached
-            for _, is_full, number in events:
-                self._block_event(running[number], int(computed[number]) + step + 1, bool(is_full))
-            used[step], cached[step] = pool.num_used, pool.num_cached
-            position = step + 1
-        used[position:], cached[position:] = pool.num_used, pool.num_cached
-        for entry, done in zip(running, computed.tolist(), strict=True):
+        num_free, num_cached = pool.num_available - pool.num_cached, pool.num_cached
+        taken_at = []
+        for step, is_full, number in _block_events(computed, room, num_steps, pool.block_size):
+            entry = running[number]
+            if is_full:
+                entry.num_computed_tokens = firsts[number] + step + 1
+                scheduler.register_full_blocks(entry)
+            else:
+                scheduler.extend(entry, 1)
+                taken_at.append(step)
+        # Free blocks go first, then cached ones.
+        more = np.bincount(taken_at, minlength=num_steps).cumsum() if taken_at else np.zeros(num_steps, dtype=int)
+        used, cached = before + more, num_cached - np.maximum(0, more - num_free)
+        for entry, done in zip(running, firsts, strict=True):
             entry.num_computed_tokens = done + num_steps
             entry.token_times_s.extend(times)
             entry.first_token_s = entry.token_times_s[0]
         self.gpu.now_s = times[-1]
-        taken = np.arange(1, num_steps + 1) * len(running)
-        stored = used * pool.block_size - (waste + (used - before) * pool.block_size - taken)
+        stored = before * pool.block_size - waste + np.arange(1, num_steps + 1) * len(running)
         counts = np.full(num_steps, len(running))
         finished = () if self._overlaps else self._end_complete(running)
         if finished:
@@ -292,13 +307,6 @@ class VirtualEngine(Engine):
                 self._is_settled = False
         finished, self._finished = tuple(self._finished), []
         return finished
-
-    def _block_event(self, sequence: Sequence, num_computed_tokens: int, is_full: bool) -> None:
-        if is_full:
-            sequence.num_computed_tokens = num_computed_tokens
-            self._scheduler.register_full_blocks(sequence)
-        else:
-            self._scheduler.extend(sequence, 1)
 
 
 def _block_events(
@@ -323,6 +331,6 @@ def usable_plan(plan: MemoryPlan) -> MemoryPlan:
     return replace(plan, num_gpu_blocks=num_blocks, num_swap_blocks=0)
 
 
-def quick_hash(parent_hash: bytes, token_ids: SequenceOf[int]) -> bytes:
+def quick_hash(parent_hash: Hashable, token_ids: SequenceOf[int]) -> int:
     """A hash for books that no one attacks; the pool compares content wherever hashes agree."""
-    return hash((parent_hash, tuple(token_ids))).to_bytes(8, "little", signed=True)
+    return hash((parent_hash, tuple(token_ids)))

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit.engine.launch_rules import LaunchRules, labkit_rules
+from labkit.engine.launch_rules import LaunchRules, labkit_rules, vllm_launch_rules
 from labkit.engine.step_constants import CONSTANT_NAMES, link_bytes_per_s, load_constants
 from labkit.engine.step_cost import step_cost
-from labkit.engine.step_time import StepClock, StepLoad, StepTimeModel, smooth_max
+from labkit.engine.step_time import StepClock, StepLoad, StepTimeModel, TabulatedStepTimes, smooth_max
 from labkit.errors import OutOfRangeError
 from labkit.memory.step_shapes import capture_sizes, graph_shapes
 from labkit.specs import gpu_names, load_gpu, load_model
@@ -77,6 +77,29 @@ def test_a_jump_is_evaluated_as_its_single_steps():
     contexts = np.array([10.0, 900.0, 1020.0, 3000.0])
     single = [model.decode_seconds(contexts + step, 1)[0] for step in range(20)]
     assert model.decode_seconds(contexts, 20) == pytest.approx(single, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "launch"),
+    [
+        ("Qwen/Qwen3-30B-A3B", vllm_launch_rules),
+        ("Qwen/Qwen3-0.6B", labkit_rules),
+        ("Qwen/Qwen3-0.6B", lambda _: LaunchRules()),
+    ],
+)
+def test_tables_hold_what_the_model_computes(name, launch):
+    config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=2048)
+    model = StepTimeModel(step_cost(load_model(name), config), load_gpu("H100 SXM"), load_constants(), launch(config))
+    tabulated = TabulatedStepTimes(model.cost, model.gpu, model.constants, model.launch, 2048)
+    # One token, padded ones, the largest step, and one that no table has.
+    for tokens, rows in ((1, 1), (37, 33), (700, 12), (2048, 64), (40_000, 64)):
+        work = load(model, tokens, rows, 9000.0, 5000.0)
+        work = dataclasses.replace(work, num_prompt_tokens=np.array([float(tokens - rows)]))
+        assert tabulated.seconds(work) == pytest.approx(model.seconds(work), rel=1e-12)
+    changed = dataclasses.replace(tabulated, constants=model.constants.replace(flops_efficiency=0.1))
+    plain = dataclasses.replace(model, constants=changed.constants)
+    small = load(model, 700, 12, 9000.0, 5000.0)
+    assert changed.seconds(small) == pytest.approx(plain.seconds(small), rel=1e-12)
 
 
 def test_seconds_are_the_sum_of_the_parts_times_the_correction():
