@@ -13,8 +13,8 @@ import torch
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-# Each number of rows is an entry of its own, of about 1 KiB.
-MOST_LAUNCHES = 4096
+# Each number of rows is an entry of its own, of 4 KiB at most.
+MOST_LAUNCHES = 1024
 # Triton compiles for addresses that are multiples of this, and for others.
 ALIGNMENT_BYTES = 16
 
