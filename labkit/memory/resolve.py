@@ -110,10 +110,11 @@ def _default_seqs(gpu: GpuSpec, rules: VersionRules) -> int:
 
 
 def _default_tokens(gpu: GpuSpec, rules: VersionRules, config: EngineConfig, max_model_len: int, seqs: int) -> int:
-    """Defaults of `vllm serve`; V0 chunked prompts by itself only beyond 32,768 tokens, 512 at a time."""
+    """Defaults of `vllm serve`; V0 chunked prompts by itself only beyond 32,768 tokens, 512 at a time until vLLM's
+    pull request 10544 of November 2024."""
     if rules.engine == "V0":
         if max_model_len > 32768:
-            return max(512, seqs)
+            return max(512 if rules.version < (0, 6, 5) else 2048, seqs)
         return max(max_model_len, 2048)
     if gpu.total_bytes >= 160 * GIB and rules.version >= (0, 20, 0):
         return max(16384, seqs)

@@ -55,6 +55,24 @@ def test_when_a_rule_changed(name, before, after):
         assert getattr(vllm_rules(version), name) == value
 
 
+@pytest.mark.parametrize(
+    ("version", "length", "tokens"),
+    [
+        ("0.6.4", 32769, 512),  # chunked prefill by itself beyond 32,768 tokens
+        ("0.6.5", 32769, 2048),  # vLLM's pull request 10544
+        ("0.7.3", 131072, 2048),
+        ("0.6.4", 32768, 32768),  # whole prompts, at least 2,048 tokens
+        ("0.7.3", 1024, 2048),
+    ],
+)
+def test_tokens_of_a_step_before_v1(version, length, tokens):
+    found = plan(
+        catalogue_model("meta-llama/Llama-3.1-8B-Instruct"), H100, EngineConfig(max_model_len=length), engine="vllm",
+        engine_version=version,
+    )  # fmt: skip
+    assert found.config.max_num_batched_tokens == tokens
+
+
 def test_an_older_versions_default_utilization_is_noted():
     model, config = catalogue_model("Qwen/Qwen3-8B"), EngineConfig(max_model_len=8192)
     assert any("0.9" in note for note in plan(model, H100, config, engine="vllm", engine_version="0.19.0").notes)
