@@ -116,6 +116,14 @@ def _inputs_of_words(first, j, WORDS: tl.constexpr):
 
 
 @triton.jit
+def _in_order(w0, w1, w2, w3, COLUMNS: tl.constexpr, INPUTS: tl.constexpr):
+    """`[columns, inputs]` from the four tiles of words, an order of registers: one product instead of four that wait
+    for each other."""
+    tiles = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [COLUMNS, INPUTS // 128, 32, 2, 2])
+    return tl.reshape(tl.permute(tiles, (0, 1, 3, 4, 2)), [COLUMNS, INPUTS])
+
+
+@triton.jit
 def _one_row_kernel(
     x, weight, scale, bias, out, columns, inputs, w_row, s_column, factor,
     KIND: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr, BIAS: tl.constexpr, PREFETCH: tl.constexpr,
@@ -185,14 +193,9 @@ def _few_rows_kernel(
                 w0, w1, w2, w3 = _unpack_bfloat(words)
             else:
                 w0, w1, w2, w3 = unpack(words, KIND, ASM)
-            x0 = tl.load(xs + _inputs_of_words(first, 0, INPUTS // 4)[:, None], mask=here, other=0.0)
-            x1 = tl.load(xs + _inputs_of_words(first, 1, INPUTS // 4)[:, None], mask=here, other=0.0)
-            x2 = tl.load(xs + _inputs_of_words(first, 2, INPUTS // 4)[:, None], mask=here, other=0.0)
-            x3 = tl.load(xs + _inputs_of_words(first, 3, INPUTS // 4)[:, None], mask=here, other=0.0)
-            total = tl.dot(w0, x0, total)
-            total = tl.dot(w1, x1, total)
-            total = tl.dot(w2, x2, total)
-            total = tl.dot(w3, x3, total)
+            k = first + tl.arange(0, INPUTS)
+            a = _in_order(w0, w1, w2, w3, COLUMNS, INPUTS)
+            total = tl.dot(a, tl.load(xs + k[:, None], mask=here, other=0.0), total)
     there = column < columns
     if KIND != "native":
         total *= (tl.load(scale + column * s_column, mask=there, other=0.0) * factor)[:, None]

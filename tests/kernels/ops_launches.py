@@ -102,7 +102,7 @@ LAUNCHES: dict[str, tuple[ModuleType, str, Callable[[], object]]] = {
     "sample compact": (sampling, "_compact_kernel", _sample),
     "greedy": (sampling, "_greedy_kernel", lambda: sampling.greedy(empty(4, 151936))),
     "sample": (sampling, "_sample_kernel", _sample),
-    "awq words 1": (awq_words, "_one_row_kernel", _awq_words(1)),
+    "awq words 1": (awq_words, "_words_kernel", _awq_words(1)),
     "awq words 16": (awq_words, "_words_kernel", _awq_words(16)),
     "awq words 64": (awq_words, "_words_kernel", _awq_words(64)),
     "awq words dequantise": (

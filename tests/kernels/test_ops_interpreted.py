@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from labkit_kernels import block_copy, reference_ops
+from labkit_kernels import block_copy, reference_ops, sampling
 from labkit_kernels.activations import silu_and_mul
 from labkit_kernels.awq_matmul import AwqWeight, awq_dequantise, awq_matmul
 from labkit_kernels.checks import KernelTypeError, KernelValueError
@@ -164,7 +164,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("vocab", [50, 1000])
+@pytest.mark.parametrize("vocab", [50, 400])
 @pytest.mark.parametrize("name", CASES)
 def test_support_and_draw_equal_the_sorted_reference(name, vocab):
     temperature, k, p, m = CASES[name]
@@ -178,6 +178,20 @@ def test_support_and_draw_equal_the_sorted_reference(name, vocab):
     for i, seed in enumerate(seeds):
         assert torch.equal(logits[i] >= thresholds[i], reference_ops.support(logits[i], temperature, k, p, 0.0))
         assert int(tokens[i]) == reference_ops.sample(logits[i].cpu(), temperature, k, p, m, seed, 7)
+
+
+@pytest.mark.parametrize(("scratch", "k", "p"), [(16, 0, 0.9), (128, 90, 0.8), (16, 299, 1.0)])
+def test_thresholds_among_more_logits_than_registers_hold(monkeypatch, scratch, k, p):
+    """Rows of many values, of few and of far ones: guesses between both ends must end at the same logit."""
+    for name, value in (("SCRATCH", scratch), ("FEW", 8), ("ROW_TILE", 256)):
+        monkeypatch.setattr(sampling, name, value)
+    logits = torch.randn(3, 300, device=DEVICE)
+    logits[1] = logits[1].mul(2).round()
+    logits[2] = -torch.exp(logits[2] * 12)
+    thresholds = torch.full((3,), float("nan"), device=DEVICE)
+    sample(logits, sampling_tensors(3, DEVICE, top_k=k, top_p=p, temperature=0.7), thresholds=thresholds)
+    for row, threshold in zip(logits, thresholds, strict=True):
+        assert torch.equal(row >= threshold, reference_ops.support(row, 0.7, k, p, 0.0))
 
 
 def test_rows_with_other_parameters_side_by_side():
