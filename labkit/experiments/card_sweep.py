@@ -26,7 +26,7 @@ from labkit.experiments.microbench import Bench, check_card, run_microbenchmark
 from labkit.experiments.run import RunOptions, RunOutcome, WorkloadRun
 from labkit.measure.run_record import RequestRow, StepRow
 from labkit.measure.summary import inter_token_s, percentiles, time_to_first_token_s
-from labkit.results import write_results
+from labkit.results import at_most, write_results
 from labkit.specs import load_model, prompt_token_ids, synthetic_workload
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.workload import Workload
@@ -56,6 +56,10 @@ _LONGER: Mapping[str, Any] = {
     "num_requests": 60, "input_lengths": "uniform:400-1500", "output_lengths": "uniform:32-200",
 }  # fmt: skip
 WARM_UP: Mapping[str, Any] = {"num_requests": 8, "input_lengths": 128, "output_lengths": 4, "seed": 999}
+REPEAT = "repeat"
+SAME = "runs with the settings of the first one, others between them: largest difference of throughput, %"
+# Runs that differ in nothing may differ by so much, in percent, for one to stand for the others.
+_STEADY, _STEADY_AIM = 2.0, 1.0
 _DIFFERENCES = ("start_us", "end_us", "num_tokens_stored")
 STEP_COLUMNS = (
     "num_prefill_tokens", "num_decode_tokens", "num_running", "num_waiting", "num_blocks_used", "num_tokens_stored",
@@ -86,7 +90,7 @@ class SweepRun:
 def sweep_runs() -> list[SweepRun]:
     """The grid, whole, between two runs of the base."""
     points = (dict(zip(SPACE, values, strict=True)) for values in itertools.product(*SPACE.values()))
-    return [SweepRun("repeat", {}), *(SweepRun("grid", point) for point in points), SweepRun("repeat", {})]
+    return [SweepRun(REPEAT, {}), *(SweepRun("grid", point) for point in points), SweepRun(REPEAT, {})]
 
 
 def unseen_runs() -> list[SweepRun]:
@@ -263,10 +267,12 @@ def run_part(
     runs = PARTS[part]()
     engines: dict[str, CardEngine] = {}
     rows = [row for row in content["rows"] if row["part"] not in {run.part for run in runs}]
-    for run in runs:
-        if time.monotonic() - start > budget_s:
-            on_progress(f"{budget_s:g} s were over; {len(rows)} rows")
-            break
+    for number, run in enumerate(runs):
+        # What tells whether the engine has changed its speed meanwhile is run in any case.
+        is_last_word = run.part == REPEAT and number == len(runs) - 1
+        if time.monotonic() - start > budget_s and not is_last_word:
+            on_progress(f"{budget_s:g} s were over before {run.knobs}")
+            continue
         if run.model not in engines:
             for engine in engines.values():
                 engine.close()
@@ -306,8 +312,24 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU)"
     command = f"python -m labkit.experiments.card_sweep {path.name}"
     write_results(
-        path, command=command, card=card, rows=content["rows"], summary={}, microbenchmark=content["microbenchmark"]
-    )
+        path, command=command, card=card, rows=content["rows"], summary=_steadiness(content["rows"]),
+        microbenchmark=content["microbenchmark"],
+    )  # fmt: skip
+
+
+def _steadiness(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """How far the throughputs of runs with the settings of the first one lie apart, in percent; empty before there are
+    two of them: an engine with two speeds cannot be foretold by one run."""
+    first = next((row for row in rows if row["part"] == REPEAT and "error" not in row), None)
+    if first is None:
+        return {}
+    same = [
+        row["output_tokens_per_s"] for row in rows
+        if "error" not in row and all(row[name] == first[name] for name in ("model", "settings", "seed", "traffic"))
+    ]  # fmt: skip
+    if len(same) < 2:
+        return {}
+    return {SAME: at_most(round(100 * (max(same) / min(same) - 1), 2), _STEADY, _STEADY_AIM)}
 
 
 def _now() -> str:

@@ -76,3 +76,32 @@ def test_a_part_is_run_and_written_after_each_run(monkeypatch, tmp_path, one_thr
     assert "no KV block" in failed["error"]
     run_part("grid", path, -1.0, on_progress=lambda text: None, device="cpu")
     assert len(json.loads(path.read_text())["rows"]) == 2
+
+
+def test_the_file_says_how_far_equal_runs_lie_apart(monkeypatch, tmp_path):
+    rates = iter([100.0, 80.0, 95.0])
+
+    class FakeEngine:
+        def __init__(self, model, device):
+            pass
+
+        def run(self, run):
+            row = {"part": run.part, "model": run.model, "knobs": dict(run.knobs), "seed": run.seed, "traffic": {}}
+            row |= {"settings": {**card_sweep.BASE, **run.knobs}, "output_tokens_per_s": next(rates)}
+            return row
+
+    monkeypatch.setattr(card_sweep, "CardEngine", FakeEngine)
+    monkeypatch.setattr(card_sweep, "_line", lambda row, elapsed_s: str(row["knobs"]))
+    repeat, other = SweepRun(card_sweep.REPEAT, {}), SweepRun("grid", {"max_num_seqs": 32})
+    monkeypatch.setattr(card_sweep, "sweep_runs", lambda: [repeat, other, repeat])
+    path, said = tmp_path / "sweep.json", []
+    run_part("grid", path, 1e6, on_progress=said.append)
+    entry = json.loads(path.read_text())["summary"][card_sweep.SAME]
+    # 100 and 95 with the same settings; what has others does not count.
+    assert (entry["value"], entry["ok"]) == (5.26, False)
+    # The last word is run even when the time is over, alone.
+    rates = iter([100.0])
+    run_part("grid", path, -1.0, on_progress=said.append)
+    stored = json.loads(path.read_text())
+    assert [row["part"] for row in stored["rows"]] == [card_sweep.REPEAT]
+    assert stored["summary"] == {}
