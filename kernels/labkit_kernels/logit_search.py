@@ -83,10 +83,12 @@ def _between(low, high, worth_low, worth_high, need, step):
     from high on meets `need`, drawn a fifth to the middle so that both ends close in; after GUESSES steps the middle.
     """
     at, end = float_of_key(low), float_of_key(high)
+    is_finite = at > float("-inf")
+    at = tl.where(is_finite, at, end)
     share = (worth_low - need) / tl.maximum(worth_low - worth_high, 1e-30)
     share = tl.minimum(tl.maximum(share, 0.02), 0.98) * 0.8 + 0.1
     guess = tl.minimum(tl.maximum(float_key(at + (end - at) * share).to(tl.int64), low + 1), high)
-    return tl.where((step < GUESSES) & (at > float("-inf")), guess, _middle(low, high))
+    return tl.where((step < GUESSES) & is_finite, guess, _middle(low, high))
 
 
 @triton.jit
