@@ -130,10 +130,15 @@ def show_explanation(found: LogExplanation) -> None:
 def show_advice(plan: MemoryPlan, traffic: Workload) -> None:
     """Print the limit on `traffic` and what each change would buy there; from the plan alone where that is all."""
     from labkit.advice import advise, binding_limit, headline, study_load
+    from labkit.advice.cures import cures
+    from labkit.memory.explain import DOUBT
 
     study = study_load(plan, traffic)
     found = study.advice if study else advise(plan)
     out(headline(plan, study.limit if study else binding_limit(plan), found[0] if found else None))
+    # One change is in the list below; several at once are not.
+    for cure in cures(plan) if not any(advice.cures for advice in found) else ():
+        out(f"would work: {cure.text}")
     if study:
         out(f"on {traffic.name}, {study.speed.basis}: at most {shown.rate(study.speed.rate, study.speed.unit)}")
     for advice in found:
@@ -141,6 +146,7 @@ def show_advice(plan: MemoryPlan, traffic: Workload) -> None:
         for entry in advice.evidence:
             out(f"    {entry.label}: {entry.value}")
         out(f"    risk: {advice.risk}")
+    show_notes(plan, without=[note for note in plan.notes if note.startswith(DOUBT)])
 
 
 def show_presets(presets: Sequence[Preset]) -> None:

@@ -12,6 +12,7 @@ from labkit.advice.speed import Speed, SpeedOf
 from labkit.errors import LabkitError
 from labkit.format import change, count, duration, memory, number, rate
 from labkit.measure.run_record import RunRecord
+from labkit.memory.explain import DOUBT
 from labkit.memory.records import MemoryPlan
 from labkit.specs.engine_config import EngineConfig
 
@@ -36,6 +37,11 @@ _OFFERS: Mapping[str, str] = {
     "links": "fewer cards for each copy, or faster links",
 }
 
+# Cures that come after others that are as sure.
+LAST_RESORTS = ("eager",)
+# From the worst to the best.
+VERDICTS = ("does not fit", "may not fit", "fits")
+
 WhatIf = Callable[[EngineConfig], MemoryPlan]
 
 
@@ -49,7 +55,7 @@ class Advice:
         gain: in words, always with "at most" or the cure: "at most +98 % requests at once (24.0 → 47.5)".
         gain_share: growth of requests at once, 0.98 for +98 %; infinite where nothing fitted before.
         gain_tokens: growth of the KV cache in tokens.
-        cures: the configuration did not fit and now does.
+        cures: the configuration did not fit, or was not sure to, and now fits, or may.
         plan: the plan after the change.
         before, after: rate and p99 on the traffic; None where they cannot be told.
     """
@@ -116,7 +122,7 @@ def advise(
     found = []
     for rule in RULES:
         for proposal in rule(plan, record, limit):
-            advice = _estimate(plan, proposal, what_if, tokens, limit)
+            advice = _estimate(plan, proposal, what_if, tokens, limit, has_run=_has_run(record))
             if advice is None:
                 continue
             if speed_of is not None and before is not None:
@@ -126,13 +132,21 @@ def advise(
     return tuple(sorted(found, key=_order))
 
 
+def _has_run(record: RunRecord | None) -> bool:
+    """What ran on a card fits it, whatever the plan is not sure of."""
+    return record is not None and record.origin == "measured" and record.status == "finished"
+
+
 def _order(item: Advice) -> tuple[Any, ...]:
     rate_share, p99 = item.rate_share or 0.0, item.p99_share
-    gain = (-round(rate_share, 2), p99) if abs(rate_share) >= WORTH_SPEED_SHARE else (0.0, p99 if p99 < 0 else 0.0)
+    rate_gain = -round(rate_share, 2) if abs(rate_share) >= WORTH_SPEED_SHARE else 0.0
+    gain = (rate_gain, p99 if rate_gain or p99 <= -WORTH_P99_SHARE else 0.0)
     # Of cures, those that are sure come first and those that need another card last.
     needs_cards = item.cures and "tensor_parallel_size" in item.changes
     is_sure = item.plan.verdict == "fits" or not item.cures
-    return (not item.cures, needs_cards, not is_sure, *gain, -item.gain_share, -item.gain_tokens, item.rule)
+    is_last_resort = item.cures and item.rule in LAST_RESORTS
+    rank = (not item.cures, needs_cards, not is_sure, is_last_resort, *gain)
+    return (*rank, -item.gain_share, -item.gain_tokens, item.rule)
 
 
 def _is_worth_it(plan: MemoryPlan, advice: Advice) -> bool:
@@ -147,7 +161,7 @@ def _is_worth_it(plan: MemoryPlan, advice: Advice) -> bool:
 
 def leads_with(limit: BindingLimit, best: Advice | None) -> bool:
     """Whether the answer line names `best` as the next change; where no memory setting moves the limit it does not."""
-    return best is not None and (limit.name not in NOT_MEMORY or best.is_faster)
+    return best is not None and (best.cures or limit.name not in NOT_MEMORY or best.is_faster)
 
 
 def headline(plan: MemoryPlan, limit: BindingLimit, best: Advice | None) -> str:
@@ -157,12 +171,15 @@ def headline(plan: MemoryPlan, limit: BindingLimit, best: Advice | None) -> str:
         if plan.verdict != "does not fit"
         else f"short by {memory(-plan.margin_bytes)}"
     )
-    if not leads_with(limit, best) and limit.name in NOT_MEMORY:
+    doubts = [note.removeprefix(DOUBT) for note in plan.notes if note.startswith(DOUBT)]
+    if doubts and plan.verdict == "may not fit":
+        capacity += f"; {doubts[0]}"
+    if not leads_with(limit, best) and limit.name in NOT_MEMORY and plan.verdict == "fits":
         following = f"Next: {_OFFERS[limit.name]}; more room gains nothing yet"
     elif best:
         following = f"Next: {best.title[0].lower()}{best.title[1:]}, {best.gain}"
     else:
-        following = "No single change gives more"
+        following = f"No single change {'gives more' if plan.verdict == 'fits' else 'makes it fit'}"
     return f"{plan.verdict.capitalize()}: {capacity}. {_beginning(limit.sentence)}. {following}."
 
 
@@ -182,14 +199,14 @@ def replan(plan: MemoryPlan) -> WhatIf:
 
 
 def _estimate(
-    plan: MemoryPlan, proposal: Proposal, what_if: WhatIf, tokens: float, limit: BindingLimit
+    plan: MemoryPlan, proposal: Proposal, what_if: WhatIf, tokens: float, limit: BindingLimit, *, has_run: bool = False
 ) -> Advice | None:
     try:
         after = what_if(plan.config.replace(**proposal.changes))
     except LabkitError:  # a change that this model or card does not allow is no advice
         return None
     before_requests, after_requests = requests_at_once(plan, tokens), requests_at_once(after, tokens)
-    cures = plan.verdict == "does not fit" and after.verdict != "does not fit"
+    cures = not has_run and VERDICTS.index(after.verdict) > VERDICTS.index(plan.verdict)
     if plan.verdict == "does not fit" and not cures:
         gain_share = 0.0
     elif before_requests > 0:
@@ -249,7 +266,7 @@ def _gain_words(
     cures: bool, gain_share: float, gain_tokens: int, after: MemoryPlan, spans: tuple[float, float], limit: BindingLimit
 ) -> str:
     if cures:
-        verdict = "fits then" if after.verdict == "fits" else "may fit then"
+        verdict = "surely fits then" if after.verdict == "fits" else "may fit then"
         return f"{verdict}, with room for {count(after.kv_cache_tokens)} tokens"
     if gain_share >= SHOWN_SHARE:
         later = ", once requests wait for room" if limit.name in NOT_MEMORY else ""

@@ -1,4 +1,4 @@
-"""`cures`: the smallest changes with which a plan that does not fit would."""
+"""`cures`: the smallest changes with which a plan that does not fit, or is not sure to, would."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from labkit.advice.advise import advise, replan
+from labkit.advice.rules import sure_length
 from labkit.errors import LabkitError
 from labkit.format import count
 from labkit.memory.log_explanation import Cure
 from labkit.memory.records import MemoryPlan
-from labkit.specs.engine_config import EngineConfig
+from labkit.specs.engine_config import EngineConfig, Knob
 
 MOST_CARDS = 16
 
@@ -18,12 +19,12 @@ MOST_CARDS = 16
 def cures(plan: MemoryPlan) -> tuple[Cure, ...]:
     """What would make `plan` fit, one change first; where none does, cards and a length together.
 
-    Empty where `plan` fits, and where not even `MOST_CARDS` cards hold the weights.
+    Empty where `plan` fits, where no setting makes it sure, and where not even `MOST_CARDS` cards hold the weights.
     """
-    if plan.verdict != "does not fit":
+    if plan.verdict == "fits":
         return ()
     single = tuple(_cure(item.changes, item.plan) for item in advise(plan) if item.cures)
-    return single or tuple(_on_more_cards(plan))[:1]
+    return single or (tuple(_on_more_cards(plan))[:1] if plan.verdict == "does not fit" else ())
 
 
 def _on_more_cards(plan: MemoryPlan) -> Iterator[Cure]:
@@ -33,9 +34,10 @@ def _on_more_cards(plan: MemoryPlan) -> Iterator[Cure]:
         changes: dict[str, Any] = {"tensor_parallel_size": num_cards}
         try:
             found = what_if(plan.config.replace(**changes))
-            if found.verdict == "does not fit" and found.max_model_len_that_fits > 0:
-                changes["max_model_len"] = found.max_model_len_that_fits
-                found = what_if(plan.config.replace(**changes))
+            for shorter in (lambda plan: plan.max_model_len_that_fits, sure_length):
+                if found.verdict != "fits" and shorter(found) > 0:
+                    changes["max_model_len"] = shorter(found)
+                    found = what_if(plan.config.replace(**changes))
             if found.verdict != "does not fit":
                 yield _cure(changes, found)
         # A head count that the cards do not divide is only not a cure.
@@ -46,6 +48,16 @@ def _on_more_cards(plan: MemoryPlan) -> Iterator[Cure]:
 
 def _cure(changes: Mapping[str, Any], plan: MemoryPlan) -> Cure:
     knobs = {knob.name: knob for knob in EngineConfig.knobs()}
-    flags = " ".join(f"{knobs[name].flag or name} {value}" for name, value in changes.items())
+    flags = " ".join(_flag_text(knobs[name], value) for name, value in changes.items())
     tokens, longest = count(plan.kv_cache_tokens), count(plan.config.max_model_len)
     return Cure(changes, f"{flags}: {plan.verdict} then, {tokens} tokens of KV for requests of at most {longest}")
+
+
+def _flag_text(knob: Knob, value: Any) -> str:
+    """A change as it is typed: "--enforce-eager", "--max-model-len 4096", "no --num-gpu-blocks-override"."""
+    flag = knob.flag or f"--{knob.name.replace('_', '-')}"
+    if value is None:
+        return f"no {flag}"
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag.removeprefix('--')}"
+    return f"{flag} {value}"

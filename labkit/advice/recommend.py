@@ -9,6 +9,7 @@ from typing import Literal
 
 from labkit.advice.advise import Advice, WhatIf, advise
 from labkit.advice.command import export_plan
+from labkit.advice.cures import cures
 from labkit.advice.limit import BindingLimit, Evidence, binding_limit
 from labkit.advice.noise import Noise, noise_of
 from labkit.errors import LabkitError
@@ -355,6 +356,8 @@ def _from_plans(
             f"{memory(best.breakdown.kv_cache_bytes)} of KV = {count(best.kv_cache_tokens)} tokens. Speed is not known "
             f"until {'one finishes' if num_unfinished else 'it runs'}."
         )
+        if next_changes and next_changes[0].cures:
+            sentence += f" {next_changes[0].title}: {next_changes[0].gain}."
     elif next_changes and next_changes[0].cures:
         cure = next_changes[0]
         sentence = f"Does not fit: {limit.sentence}. {cure.title}: {cure.gain}."
@@ -363,7 +366,8 @@ def _from_plans(
         next_changes = advise(best, what_if)
         reasons.append(Reason("cured-limit", f"With the cure, {limit.sentence}", limit.evidence, cure.gain, cure.risk))
     else:
-        sentence = f"Does not fit: {limit.sentence}. No single change makes it fit."
+        others = [f"Would work: {cure.text}." for cure in cures(baseline)]
+        sentence = " ".join([f"Does not fit: {limit.sentence}. No single change makes it fit.", *others])
     changed = baseline.config.differences(best.config)
     gain = _gain("KV cache", baseline.kv_cache_tokens, best.kv_cache_tokens, "tokens", True, noise=noise_of({}))
     return Recommendation(

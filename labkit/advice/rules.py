@@ -16,6 +16,8 @@ from labkit.memory.records import MemoryPlan
 HIGHEST_UTILIZATION = 0.95
 # Smaller chunks cost more steps than their memory is worth.
 SMALLEST_TOKEN_BUDGET = 512
+# Proposed lengths are whole multiples of this.
+LENGTH_STEP = 256
 # Prompts stall running answers where the slowest gap between tokens is so many times the usual one.
 STALL_FACTOR = 3.0
 
@@ -40,6 +42,10 @@ class Proposal:
 
 
 Rule = Callable[[MemoryPlan, RunRecord | None, BindingLimit], Iterator[Proposal]]
+
+
+def _lacks_memory(plan: MemoryPlan, limit: BindingLimit) -> bool:
+    return plan.verdict != "fits" or limit.name in ("kv_blocks", "weights")
 
 
 def _fp8_kv(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
@@ -89,6 +95,8 @@ def _model_length(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimi
     length = plan.config.max_model_len or 0
     if plan.verdict == "does not fit":
         target, reason = plan.max_model_len_that_fits, "It is the largest length of which one request fits."
+    elif plan.verdict == "may not fit":
+        target, reason = sure_length(plan), "One request of it fits even where the plan is off by all that it may be."
     elif record is not None and record.requests:
         longest = max(row.input_tokens + row.output_tokens for row in record.requests)
         target = 1 << max(longest - 1, 1).bit_length()
@@ -105,6 +113,26 @@ def _model_length(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimi
         )
 
 
+def _shorter(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    target = sure_length(plan)
+    if plan.verdict == "does not fit" and 0 < target < plan.max_model_len_that_fits:
+        yield Proposal(
+            "sure-length",
+            f"Lower max_model_len to {count(target)}",
+            {"max_model_len": target},
+            "One request of it fits even where the plan is off by all that it may be.",
+            f"Requests of more than {count(target)} tokens are refused.",
+        )
+
+
+def sure_length(plan: MemoryPlan) -> int:
+    """The length of which one request takes what is left less the plan's doubt, rounded down."""
+    needed = plan.breakdown.kv_cache_bytes - plan.margin_bytes
+    sure = plan.breakdown.kv_cache_bytes - plan.breakdown.uncertainty_bytes.get("kv_cache", 0)
+    length = (plan.config.max_model_len or 0) * max(0, sure) // max(1, needed)
+    return length // LENGTH_STEP * LENGTH_STEP
+
+
 def _num_seqs(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
     seqs = plan.config.max_num_seqs or 0
     budget = plan.config.max_num_batched_tokens or seqs
@@ -116,7 +144,7 @@ def _num_seqs(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -
             "All places were taken while KV blocks were free.",
             "Each step carries more requests, so each waits longer for its next token.",
         )
-    elif limit.name in ("kv_blocks", "weights") and seqs > 64:
+    elif _lacks_memory(plan, limit) and seqs > 64:
         target = max(64, seqs // 4)
         yield Proposal(
             "fewer-seqs",
@@ -138,7 +166,7 @@ def _token_budget(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimi
             "Longer steps: the gap between tokens grows while a prompt is computed; the activation peak grows.",
         )
     target = budget // 2
-    if limit.name in ("kv_blocks", "weights") and target >= max(SMALLEST_TOKEN_BUDGET, plan.config.max_num_seqs or 0):
+    if _lacks_memory(plan, limit) and target >= max(SMALLEST_TOKEN_BUDGET, plan.config.max_num_seqs or 0):
         yield Proposal(
             "smaller-token-budget",
             f"Lower max_num_batched_tokens to {count(target)}",
@@ -151,12 +179,16 @@ def _token_budget(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimi
 def _eager(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
     if plan.config.enforce_eager or plan.gpu.is_cpu or plan.breakdown.cuda_graphs_bytes <= 0:
         return
+    # A little room is no reason to give up graphs where nothing waits for it.
+    if not _lacks_memory(plan, limit):
+        return
     yield Proposal(
         "eager",
         "Set enforce_eager",
         {"enforce_eager": True},
         "CUDA graphs keep memory of their own.",
-        "Decoding small batches becomes slower, often by a third or more; the last resort.",
+        "Steps that take the card less time than their launches take the host become slower, several times for small "
+        "models; the last resort.",
     )
 
 
@@ -252,6 +284,7 @@ RULES: tuple[Rule, ...] = (
     _utilization,
     _cpu_memory,
     _model_length,
+    _shorter,
     _num_seqs,
     _token_budget,
     _eager,

@@ -9,6 +9,7 @@ from samples import sample_gpu, sample_plan, sample_record
 
 import labkit
 from labkit.advice import advise, binding_limit, headline
+from labkit.advice.cures import cures
 from labkit.advice.limit import requests_at_once, tokens_per_request
 from labkit.errors import OutOfRangeError
 from labkit.specs.engine_config import EngineConfig
@@ -44,7 +45,8 @@ def test_every_advice_is_complete_and_its_gain_is_that_of_the_new_plan(case):
         after = what_if(plan.config.replace(**advice.changes))
         assert advice.plan == after
         assert advice.gain_tokens == after.kv_cache_tokens - plan.kv_cache_tokens
-        assert advice.cures == (plan.verdict == "does not fit" and after.verdict != "does not fit")
+        order = ("does not fit", "may not fit", "fits")
+        assert advice.cures == (order.index(after.verdict) > order.index(plan.verdict))
         if plan.verdict != "does not fit":
             expected = requests_at_once(after, tokens) / requests_at_once(plan, tokens) - 1
             assert advice.gain_share == pytest.approx(expected)
@@ -126,6 +128,56 @@ def test_while_memory_does_not_bind_the_headline_promises_nothing(duration_s, na
     found = advise(record.plan, sample_plan, record=record)
     assert limit.name == name
     assert "more room gains nothing yet" in headline(record.plan, limit, found[0])
+
+
+def test_what_may_not_fit_is_made_sure_first_and_the_answer_says_why_it_is_in_doubt():
+    plan = labkit.plan(labkit.load_model("Qwen/Qwen2.5-32B-Instruct"), labkit.load_gpu("H100 SXM"), engine="vllm")
+    assert plan.verdict == "may not fit"
+    found = advise(plan)
+    sure = [advice for advice in found if advice.cures]
+    assert found[: len(sure)] == tuple(sure)
+    assert all(advice.plan.verdict == "fits" for advice in sure)
+    assert {"model-length", "utilization", "fp8-kv", "eager", "tensor-parallel"} <= {advice.rule for advice in sure}
+    assert [advice.rule for advice in sure][-2:] == ["eager", "tensor-parallel"]
+    said = headline(plan, binding_limit(plan), found[0])
+    assert said.startswith("May not fit: ")
+    assert "the plan is sure to ±" in said
+    assert f"Next: {sure[0].title[0].lower()}{sure[0].title[1:]}, surely fits then" in said
+    # By hand: what is left less the doubt, over the need of a token, in whole 256 tokens.
+    token = (plan.breakdown.kv_cache_bytes - plan.margin_bytes) / plan.config.max_model_len
+    left = plan.breakdown.kv_cache_bytes - plan.breakdown.uncertainty_bytes["kv_cache"]
+    assert next(item for item in sure if item.rule == "model-length").changes == {
+        "max_model_len": int(left / token) // 256 * 256
+    }
+
+
+def test_a_run_on_the_card_ends_the_doubt():
+    plan = labkit.plan(labkit.load_model("Qwen/Qwen2.5-32B-Instruct"), labkit.load_gpu("H100 SXM"), engine="vllm")
+    ran = dataclasses.replace(sample_record(), plan=plan, config=plan.config, origin="measured", status="finished")
+    assert not any(advice.cures for advice in advise(plan, record=ran))
+    assert any(advice.cures for advice in advise(plan, record=dataclasses.replace(ran, origin="simulated")))
+
+
+def test_several_changes_at_once_are_told_where_none_alone_helps():
+    plan = labkit.plan(labkit.load_model("meta-llama/Llama-3.1-70B"), labkit.load_gpu("A10"), engine="vllm")
+    assert not any(advice.cures for advice in advise(plan))
+    (cure,) = cures(plan)
+    assert set(cure.changes) == {"tensor_parallel_size", "max_model_len"}
+    again = labkit.plan(plan.model, plan.gpu, EngineConfig(**cure.changes), engine="vllm")
+    assert again.verdict == "fits"
+    assert cure.text.startswith(f"--tensor-parallel-size {cure.changes['tensor_parallel_size']} --max-model-len ")
+
+
+def test_cures_are_written_as_they_are_typed():
+    plan = labkit.plan(labkit.load_model("Qwen/Qwen2.5-32B-Instruct"), labkit.load_gpu("H100 SXM"), engine="vllm")
+    assert any(cure.text.startswith("--enforce-eager: fits then") for cure in cures(plan))
+    assert cures(labkit.plan(labkit.load_model("Qwen/Qwen2-0.5B"), labkit.load_gpu("A10"), engine="vllm")) == ()
+
+
+def test_graphs_are_not_given_up_where_nothing_waits_for_room():
+    plan = plan_of(max_model_len=512, max_num_seqs=8)
+    assert binding_limit(plan).name == "max_num_seqs"
+    assert "eager" not in {advice.rule for advice in advise(plan, what_if)}
 
 
 def test_a_cure_that_needs_another_card_comes_after_those_that_do_not():
