@@ -31,3 +31,19 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     by_folded = {entry.casefold(): entry for entry in known}
     matches = difflib.get_close_matches(str(name).casefold(), by_folded, n=1, cutoff=0.5)
     return by_folded[matches[0]] if matches else None
+
+
+def brief(record: object, *fields: str) -> str:
+    """One line for the `repr` of a large record: a few of its fields, so that a notebook's cell stays readable.
+
+    A field that has a name itself (a model, a card) is shown by it; text is made plain, floats get four digits.
+    """
+    shown = ((field, getattr(record, field)) for field in fields)
+    words = (f"{field}={_brief_value(getattr(value, 'name', value))}" for field, value in shown)
+    return f"{type(record).__name__}({', '.join(words)})"
+
+
+def _brief_value(value: object) -> str:
+    if isinstance(value, str):
+        return repr(plain(value, 120))
+    return f"{value:.4g}" if isinstance(value, float) else plain(repr(value), 200)

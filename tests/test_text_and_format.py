@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from labkit import format as shown
 from labkit.errors import DoesNotFitError, LabkitError, OutOfRangeError
 from labkit.files import write_atomic
-from labkit.text import nearest, plain
+from labkit.text import brief, nearest, plain
 
 
 @pytest.mark.parametrize(
@@ -122,3 +122,16 @@ def test_write_atomic_replaces_neither_devices_nor_folders(target):
 @pytest.mark.parametrize(("joules", "text"), [(None, "–"), (0.0, "0 J"), (0.0415, "41.5 mJ"), (0.213, "0.213 J")])
 def test_energy(joules, text):
     assert shown.energy(joules) == text
+
+
+def test_brief_shows_chosen_fields_on_one_plain_line():
+    class Card:
+        name = "H\x1b[31m200"
+
+    class Run:
+        gpu, status, seconds, steps = Card(), "cut\noff", 1.23456, ("x" * 999,)
+
+    found = brief(Run(), "gpu", "status", "seconds", "steps")
+    assert found.startswith("Run(gpu='H[31m200', status='cut off', seconds=1.235, steps=('xxx")
+    assert len(found) < 300
+    assert found.isprintable()

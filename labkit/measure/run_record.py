@@ -12,6 +12,7 @@ from labkit.memory.records import MemoryBreakdown, MemoryPlan
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_spec import ModelSpec
+from labkit.text import brief
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -168,6 +169,20 @@ class RunRecord:
     origin: Literal["measured", "simulated"] = "measured"
     error: str = ""
     note: str = ""
+
+    def __repr__(self) -> str:
+        shown = ("run_id", "name", "status", "origin", "model", "gpu", "num_requests", "num_steps", "duration_s")
+        return brief(self, *shown, *(["error"] if self.error else []))
+
+    @property
+    def num_requests(self) -> int:
+        """Rows of `requests`, finished or not."""
+        return len(self.requests)
+
+    @property
+    def num_steps(self) -> int:
+        """Rows of `steps`."""
+        return len(self.steps)
 
     def requests_frame(self) -> pd.DataFrame:
         """One row a request, columns as in `RequestRow`."""

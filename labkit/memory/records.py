@@ -9,6 +9,7 @@ from typing import Any, Literal
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_spec import ModelSpec
+from labkit.text import brief
 
 PARTS = (
     "weights",
@@ -116,3 +117,7 @@ class MemoryPlan:
     formulas: Mapping[str, str]
     notes: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        shown = ("verdict", "kv_cache_tokens", "max_concurrency", "max_model_len_that_fits", "binding_limit")
+        return brief(self, "model", "gpu", "engine", "engine_version", *shown)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from labkit.text import brief
+
 AttentionKind = Literal["full", "sliding", "chunked", "mla", "state", "encoder", "none"]
 
 
@@ -212,6 +214,9 @@ class ModelSpec:
     extra_weights: tuple[tuple[str, int], ...] = ()
     source: str = ""
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return brief(self, "name", "architecture", "num_layers", "hidden_size", "max_position_embeddings", "dtype")
 
     @property
     def num_layers(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from labkit.text import brief
+
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
@@ -43,6 +45,14 @@ class Workload:
     licence: str = ""
     steps: tuple[str, ...] = ()
     seed: int = 0
+
+    def __repr__(self) -> str:
+        return brief(self, "name", "num_requests", "input_tokens", "output_tokens", "duration_s", "steps")
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests there are."""
+        return len(self.requests)
 
     @property
     def duration_s(self) -> float:
