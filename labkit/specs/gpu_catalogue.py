@@ -66,9 +66,9 @@ def spec_from_entry(name: str, entry: dict[str, Any]) -> GpuSpec:
     return GpuSpec(
         name=name,
         total_bytes=entry["planned_total_mib"] * MIB,
-        nvidia_smi_total_bytes=entry["nvidia_smi_total_mib"] * MIB,
+        nvidia_smi_total_bytes=_bytes(entry.get("nvidia_smi_total_mib")),
         mem_bandwidth_bytes_per_s=_times(entry.get("mem_bandwidth_gb_s"), 1e9),
-        l2_bytes=None if entry.get("l2_mib") is None else int(entry["l2_mib"] * MIB),
+        l2_bytes=_bytes(entry.get("l2_mib")),
         sm_count=entry.get("sm_count"),
         compute_capability=entry.get("compute_capability"),
         bf16_flops=_times(entry.get("bf16_dense_tflops"), 1e12),
@@ -95,6 +95,10 @@ def cpu_gpu(memory_gib: float = 2.0) -> GpuSpec:
 
 def _folded(name: str) -> str:
     return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", str(name)[:200].casefold())
+
+
+def _bytes(mib: float | None) -> int | None:
+    return None if mib is None else int(mib * MIB)
 
 
 def _times(value: float | None, factor: float) -> float | None:

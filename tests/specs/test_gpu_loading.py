@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jsonschema
 import pytest
 
-from labkit.errors import OutOfRangeError, UnknownNameError
+from labkit.errors import FileFormatError, OutOfRangeError, UnknownNameError
 from labkit.specs import cpu_gpu, gpu_names, load_gpu, read_gpus
 from labkit.specs.families import CATALOGUE_FOLDER
 
@@ -163,3 +163,54 @@ def test_auto_falls_back_to_the_cpu(monkeypatch):
     assert load_gpu("auto").is_cpu
     monkeypatch.setattr("labkit.specs.gpu_loading.read_gpus", lambda: read_gpus(fake_nvml()))
     assert load_gpu("auto").name == "H200"
+
+
+A6000 = {"planned_total_mib": 48540, "mem_bandwidth_gb_s": 768, "compute_capability": "8.6", "bf16_dense_tflops": 154.8}
+
+
+def card_file(folder, **changes):
+    path = folder / "RTX A6000.json"
+    path.write_text(json.dumps({key: value for key, value in {**A6000, **changes}.items() if value is not None}))
+    return path
+
+
+def test_a_card_of_your_own_comes_from_a_file(tmp_path):
+    path = card_file(tmp_path)
+    found = load_gpu(str(path))
+    assert found == load_gpu(path)
+    assert (found.name, found.total_bytes) == ("RTX A6000", 48540 * MIB)
+    assert (found.mem_bandwidth_bytes_per_s, found.bf16_flops, found.fp8_flops) == (768e9, 154.8e12, None)
+    assert (found.compute_capability, found.is_cpu) == ("8.6", False)
+    assert load_gpu(card_file(tmp_path, name="mine", planned_total_mib=1)).name == "mine"
+
+
+@pytest.mark.parametrize("name", CATALOGUE["gpus"])
+def test_an_entry_of_the_catalogue_is_such_a_file(name, tmp_path):
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps({**CATALOGUE["gpus"][name], "name": name}))
+    assert load_gpu(path) == load_gpu(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"planned_total_mib": None}, FileFormatError, "planned_total_mib"),
+        ({"planned_total_mib": 0}, FileFormatError, "planned_total_mib"),
+        ({"planned_total_mib": "48 GB"}, FileFormatError, "planned_total_mib"),
+        ({"mem_bandwidth_gb_s": -1}, FileFormatError, "mem_bandwidth_gb_s"),
+        ({"bf16_dense_tflops": float("nan")}, FileFormatError, "bf16_dense_tflops"),
+        ({"compute_capability": "Ampere"}, FileFormatError, "compute_capability"),
+        ({"planed_total_mib": 1}, UnknownNameError, "planned_total_mib"),
+    ],
+)
+def test_a_wrong_file_of_a_card_names_the_key(changes, error, words, tmp_path):
+    with pytest.raises(error, match=words):
+        load_gpu(card_file(tmp_path, **changes))
+
+
+def test_a_file_of_a_card_that_is_not_there_or_no_json(tmp_path):
+    with pytest.raises(FileFormatError, match="no file"):
+        load_gpu(str(tmp_path / "none.json"))
+    (tmp_path / "x.json").write_text("[1]")
+    with pytest.raises(FileFormatError, match="not a JSON object"):
+        load_gpu(tmp_path / "x.json")
