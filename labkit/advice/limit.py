@@ -158,6 +158,9 @@ def _does_not_fit(plan: MemoryPlan) -> BindingLimit:
 
 def _predicted(plan: MemoryPlan) -> BindingLimit:
     length, seqs = plan.config.max_model_len, plan.config.max_num_seqs
+    if not plan.block_bytes:
+        text = f"the model keeps no KV, {count(plan.config.max_num_batched_tokens)} tokens are computed in a step"
+        return _limit("max_num_batched_tokens", text, [("KV cache", memory(0))], "predicted")
     evidence = [
         ("KV cache", f"{memory(plan.breakdown.kv_cache_bytes)} = {count(plan.kv_cache_tokens)} tokens"),
         (f"requests of {count(length)} tokens", number(plan.max_concurrency)),

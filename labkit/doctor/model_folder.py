@@ -14,6 +14,7 @@ from labkit.doctor.tokenizer_files import tokenizer_checks
 from labkit.doctor.weight_files import gguf_checks, weight_checks
 from labkit.errors import LabkitError
 from labkit.specs.config_fields import read_config_file
+from labkit.specs.families import find_family
 from labkit.specs.model_config import model_from_config
 from labkit.specs.model_spec import ModelSpec
 from labkit.text import plain
@@ -28,9 +29,10 @@ def examine_folder(folder: str | os.PathLike[str]) -> Examination:
     """Every check of a model folder or GGUF file; nothing is written and no code of it is run.
 
     Args:
-        folder: of config.json, or a .gguf file.
+        folder: of config.json, that file itself, or a .gguf file.
     """
     path = Path(folder).expanduser()
+    path = path.parent if path.name == "config.json" and path.is_file() else path
     title = f"model {plain(path.name or path, 200)}"
     if path.suffix.lower() == ".gguf" and path.is_file():
         return Examination(title, tuple(gguf_checks(path, has_tokenizer=False)))
@@ -147,6 +149,13 @@ def check_model(config: Mapping[str, Any], folder: Path) -> tuple[Check, ModelSp
         return Check(
             "architecture", "warning", f"{evidence}; no architectures", "vLLM asks for the class of the network",
             'add "architectures": ["…ForCausalLM"] as in the original config.json',
+        ), spec  # fmt: skip
+    if not find_family(spec.model_type).known:
+        return Check(
+            "architecture", "warning", f"{evidence}; model type {plain(spec.model_type, 60)!r}",
+            "labkit does not know this model type and takes it for a Llama; vLLM may not know it either",
+            f"look for {plain(spec.architecture, 80)} where vLLM is: python -c 'import vllm; "
+            "print(*vllm.ModelRegistry.get_supported_archs())'",
         ), spec  # fmt: skip
     return Check("architecture", "ok", evidence), spec
 

@@ -29,6 +29,7 @@ from labkit.memory.weights import (
     weight_format,
 )
 from labkit.specs.engine_config import EngineConfig
+from labkit.specs.families import find_family
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_spec import ModelSpec
 
@@ -40,6 +41,8 @@ LIBRARY_UNCERTAINTY, COMPILE_UNCERTAINTY, VISION_UNCERTAINTY, CONTEXT_UNCERTAINT
 )
 # No start-up of a model with recurrent state is among the fitted ones.
 STATE_UNCERTAINTY = 0.5
+# A model type that the catalogue lacks is counted as a Llama; an MLP without a gate alone is a quarter less.
+UNKNOWN_LAYOUT_UNCERTAINTY = 0.25
 # Total less free when vLLM 0.19 (H100) and 0.25 (H200) started: CUDA context, and NCCL with more than one card.
 CONTEXT_GIB = {"alone": 0.51, "tensor": 1.54, "pipeline": 1.43}
 
@@ -254,6 +257,12 @@ def _outside(
     return round(CONTEXT_GIB[kind] * GIB)
 
 
+def _weights_share(model: ModelSpec) -> float:
+    """± of the weights as a share: what is counted for a model type that nobody has described is a guess."""
+    is_counted = model.weights_bytes is None
+    return UNKNOWN_LAYOUT_UNCERTAINTY if is_counted and not find_family(model.model_type).known else 0.01
+
+
 def _uncertainty(
     rank: RankPlan,
     model: ModelSpec,
@@ -267,7 +276,7 @@ def _uncertainty(
     share = 0.5 if calibration.source else 1.0
     constants = constants_for(rules.version, rules.model_runner(model))
     dtype = compute_dtype(model, config)
-    weights = 0.01 * rank.weights_bytes + (VISION_UNCERTAINTY if has_vision(model) else 0)
+    weights = _weights_share(model) * rank.weights_bytes + (VISION_UNCERTAINTY if has_vision(model) else 0)
     activation = rank.activation_bytes * activation_uncertainty(model, config, rank.stage, rules, dtype)
     activation += 0 if config.enforce_eager else COMPILE_UNCERTAINTY
     if any(layer.state is not None for layer in model.layers):

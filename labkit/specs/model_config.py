@@ -123,7 +123,7 @@ def _build(
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=not family.known),
         rope=rope,
         rope_local=rope_local,
-        moe=moe,
+        moe=moe if any(layer.num_experts for layer in layers) else None,
         weight_format=weight_format,
         bos_token_id=fields.optional_integer("bos_token_id") if not _is_list(fields, "bos_token_id") else None,
         eos_token_ids=_read_stops(fields),

@@ -122,3 +122,18 @@ def test_tokens_per_request_come_from_the_run_where_there_is_one():
     lengths = [row.input_tokens + row.output_tokens for row in record.requests]
     assert tokens_per_request(record.plan, record) == pytest.approx(sum(lengths) / 4)
     assert tokens_per_request(record.plan, dataclasses.replace(record, requests=())) == 8192
+
+
+def test_a_model_without_kv_is_bound_by_the_token_budget():
+    from labkit.specs.model_config import model_from_config
+
+    bert = model_from_config(
+        {
+            "architectures": ["BertModel"], "model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12,
+            "num_attention_heads": 12, "intermediate_size": 3072, "vocab_size": 30522, "max_position_embeddings": 512,
+        },
+        "bert",
+    )  # fmt: skip
+    limit = binding_limit(labkit.plan(bert, labkit.load_gpu("L4"), engine="vllm"))
+    assert (limit.name, limit.knob) == ("max_num_batched_tokens", "max_num_batched_tokens")
+    assert "keeps no KV" in limit.sentence

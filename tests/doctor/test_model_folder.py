@@ -339,6 +339,16 @@ def test_vocabularies_of_lists_are_read(tmp_path):
     assert read_vocabulary(path) == {"a": 0, "b": 1, "<x>": 7}
 
 
+def test_a_model_type_that_nobody_knows_is_no_clean_bill(tmp_path):
+    folder = good_folder(tmp_path / "model")
+    change_json(folder / "config.json", architectures=["FooForCausalLM"], model_type="foo")
+    found = {check.name: check for check in examine_folder(folder / "config.json").checks}
+    assert found["architecture"].status == "warning"
+    assert "foo" in found["architecture"].evidence
+    assert "FooForCausalLM" in found["architecture"].fix
+    assert all(check.status == "ok" for name, check in found.items() if name != "architecture")
+
+
 def test_there_are_more_than_thirty():
     assert len(BROKEN) >= 30
     assert CONFIG["num_hidden_layers"] == 2

@@ -15,6 +15,7 @@ from labkit.specs.model_spec import LayerSpec, ModelSpec
 
 GIB = 2**30
 H100 = GpuSpec("H100 SXM", round(79.19 * GIB))
+L4_LIKE = GpuSpec("L4", 22 * GIB)
 CPU = GpuSpec("cpu", 2 * GIB, origin="cpu")
 LLAMA = ModelSpec(
     "llama-3.1-8b", "LlamaForCausalLM", "llama", (LayerSpec("full", 32, 8, 128),) * 32, 4096, 14336, 128256, 131072
@@ -110,3 +111,16 @@ def test_importing_the_planner_imports_no_torch():
     code = "import sys, labkit.memory; print('torch' in sys.modules, 'pandas' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False", "False"]
+
+
+def test_weights_of_a_model_type_that_nobody_knows_are_a_guess():
+    # Known: 1 % of 15.0 GiB. Counted as a Llama without being one: a quarter, unless files say the bytes.
+    unknown = LLAMA.replace(model_type="foo")
+    shares = {
+        name: plan(model, H100, EngineConfig(max_model_len=8192), engine="vllm").breakdown.uncertainty_bytes["weights"]
+        / plan(model, H100, EngineConfig(max_model_len=8192), engine="vllm").breakdown.weights_bytes
+        for name, model in (("known", LLAMA), ("unknown", unknown), ("stated", unknown.replace(weights_bytes=16 * GIB)))
+    }
+    assert shares == pytest.approx({"known": 0.01, "unknown": 0.25, "stated": 0.01}, rel=1e-6)
+    assert plan(LLAMA, L4_LIKE, EngineConfig(max_model_len=8192), engine="vllm").verdict == "fits"
+    assert plan(unknown, L4_LIKE, EngineConfig(max_model_len=8192), engine="vllm").verdict == "may not fit"

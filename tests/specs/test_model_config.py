@@ -327,3 +327,14 @@ def test_hub_ids_fail_fast_without_network(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(LabkitError, match="switched off"):
         load_model("some-org/some-model")
+
+
+def test_experts_that_no_layer_has_are_no_experts():
+    # NemotronHConfig's own class says 8 routed experts; the 8B and 9B have letters M, - and * alone.
+    config = {
+        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 256, "vocab_size": 1000,
+        "num_hidden_layers": 4, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 32, "mamba_num_heads": 8, "mamba_head_dim": 32, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    assert model_from_config({**config, "hybrid_override_pattern": "M-*-"}, "m").moe is None
+    assert model_from_config({**config, "hybrid_override_pattern": "ME*E"}, "m").moe is not None
