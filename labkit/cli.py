@@ -35,6 +35,7 @@ from labkit.specs.engine_config import EngineConfig
 from labkit.specs.workload import Workload
 from labkit.terminal import (
     ProgressLine,
+    accept_every_character,
     out,
     show_examination,
     show_explanation,
@@ -58,12 +59,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 # Headings of `labkit --help`.
-_PLAN, _RUN, _LISTS, _CHECKS = (
-    "Plan and explain",
-    "Run, simulate, report",
-    "What there is",
-    "Check labkit and this machine",
-)
+_PLAN, _RUN, _LISTS = "Plan and explain", "Run, simulate, report", "What there is"
+_CHECKS = "Check labkit and this machine"
 bench_app = typer.Typer(help="Benchmarks; each writes a file under results/.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench", rich_help_panel=_CHECKS)
 Results = Annotated[Path, typer.Option("--out", help="Results file.")]
@@ -86,12 +83,15 @@ def _options(
 
 def main() -> None:
     """Run the command line; labkit's own errors become one message and exit code 2."""
+    accept_every_character()
     try:
         app()
     except LabkitError as error:
         warn(f"labkit: {error}")
         sys.exit(2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
+        if getattr(end, "code", 130) != 130:  # with which typer, that catches Ctrl-C itself, ends
+            raise
         warn("labkit: interrupted; what was finished is kept (see `labkit runs`)")
         sys.exit(130)
 

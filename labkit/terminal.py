@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
     from labkit.specs.workload import Workload
 
 QUIET_S = 5.0
+
+
+def accept_every_character() -> None:
+    """Let a terminal that is not UTF-8 show "?" for what it lacks, where Python would end with an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def out(text: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -104,6 +106,27 @@ def test_interrupt_says_what_is_kept(monkeypatch, capsys):
         cli.main()
     assert stopped.value.code == 130
     assert "kept" in capsys.readouterr().err
+
+
+def test_interrupt_inside_a_command_says_what_is_kept(monkeypatch, capsys):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "show_table", interrupted)
+    code, _, err = run_main(monkeypatch, capsys, "gpus")
+    assert code == 130
+    assert "kept" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_terminals_that_are_not_utf_8_get_a_plan(encoding):
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    words = [sys.executable, "-m", "labkit", "plan", *LLAMA]
+    done = subprocess.run(words, capture_output=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert b"KV cache" in done.stdout
+    assert done.stderr == b""
 
 
 def test_control_characters_of_a_message_do_not_reach_the_terminal(monkeypatch, capsys):
