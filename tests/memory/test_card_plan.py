@@ -178,16 +178,17 @@ def test_settings_are_read_as_the_kernels_read_them(kernel, capability):
 
 
 class TestLargestStep:
-    """Launching 28 or 32 layers takes 13 to 17 ms on the machines of the measured rows."""
+    """Launching 28 or 32 layers takes 7 to 8 ms on the machine of the measured steps."""
 
     @pytest.mark.parametrize(
         ("name", "tokens", "expected"),
         [
             ("Qwen/Qwen3-0.6B", 2048, True),
-            ("Qwen/Qwen3-0.6B", 4096, True),
+            ("Qwen/Qwen3-0.6B", 4096, False),
             ("Qwen/Qwen3-0.6B", 16384, False),
             ("meta-llama/Llama-3.1-8B-Instruct", 2048, False),
-            ("meta-llama/Llama-3.1-8B-Instruct", 512, True),
+            ("meta-llama/Llama-3.1-8B-Instruct", 512, False),
+            ("meta-llama/Llama-3.1-8B-Instruct", 128, True),
         ],
     )
     def test_small_steps_wait_for_the_host(self, name, tokens, expected):
