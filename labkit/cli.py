@@ -374,6 +374,8 @@ def runs(
     show_table(
         f"{len(rows)} runs in {opened.location}", ["id", "name", "made", "status", "model", "GPU"], rows, whole=["id"]
     )
+    for sentence in opened.unreadable():
+        out(f"note: {sentence}")
 
 
 @app.command(rich_help_panel=_LISTS)

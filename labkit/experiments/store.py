@@ -158,12 +158,26 @@ class RunStore:
             return dataclasses.replace(record, **_rows_of(batches))
 
     def list_runs(self, *, trashed: bool = False) -> tuple[StoredRun, ...]:
-        """All runs, newest first; with `trashed` those that were deleted and can be restored."""
+        """All runs that can be read, newest first; with `trashed` those that were deleted and can be restored.
+
+        A run of another version of labkit, or a damaged one, does not hide the others: `unreadable` names it.
+        """
+        return tuple(found for found in self._listed(trashed) if isinstance(found, StoredRun))
+
+    def unreadable(self) -> tuple[str, ...]:
+        """A sentence for each run that `list_runs` leaves out, the newest first."""
+        return tuple(str(found) for found in self._listed(trashed=False) if isinstance(found, StoreError))
+
+    def _listed(self, trashed: bool) -> Iterator[StoredRun | StoreError]:
         query = sa.select(runs).order_by(runs.c.created.desc(), runs.c.run_id)
         query = query.where(runs.c.trashed_at.is_not(None) if trashed else runs.c.trashed_at.is_(None))
         with self._reading("list the runs") as connection:
             rows = connection.execute(query).all()
-        return tuple(self._stored(row) for row in rows)
+        for row in rows:
+            try:
+                yield self._stored(row)
+            except StoreError as error:
+                yield error
 
     def _stored(self, row: Any) -> StoredRun:
         writer = WriterIdentity(row.writer_host, row.writer_pid, row.writer_started)

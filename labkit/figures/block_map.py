@@ -39,6 +39,7 @@ class BlockMapInfo:
     num_blocks: int
     block_size: int
     num_requests: int
+    origin: str = "measured"
 
 
 def get_block_map_info(record: RunRecord | None) -> BlockMapInfo:
@@ -57,6 +58,7 @@ def get_block_map_info(record: RunRecord | None) -> BlockMapInfo:
         len(record.block_map),
         record.plan.config.block_size,
         len({owner for owner in record.block_map if owner >= 0}),
+        record.origin,
     )
 
 
@@ -72,14 +74,15 @@ def _shares(record: RunRecord) -> tuple[tuple[str, int], ...]:
     return ("stored tokens", stored), ("tail waste", reserved - stored), ("cached", cached), ("free", free)
 
 
-def draw_block_map(info: BlockMapInfo, theme: str = "light") -> go.Figure:
+def draw_block_map(info: BlockMapInfo, theme: str = "light", narrow: bool = False) -> go.Figure:
     """The map above, the shares of the pool as one bar below."""
     if not info.owners:
         return empty(theme, "no block map: the run ended before its blocks were read")
     figure = panels(theme, (), rows=2, cols=1, height=420, row_heights=[0.8, 0.2], vertical_spacing=0.14)
     figure.add_trace(_map(info), row=1, col=1)
+    divisor, unit = fmt.count_scale(sum(size for _, size in info.shares), "tokens")
     for part in info.shares:
-        figure.add_trace(_share(info, *part, theme), row=2, col=1)
+        figure.add_trace(_share(info, *part, divisor, theme), row=2, col=1)
     figure.update_layout(
         barmode="stack", legend={"y": -0.16, "yanchor": "top", "traceorder": "normal"}, margin={"t": 16, "b": 56}
     )
@@ -87,9 +90,9 @@ def draw_block_map(info: BlockMapInfo, theme: str = "light") -> go.Figure:
     figure.update_yaxes(autorange="reversed", row=1, col=1)
     figure.update_xaxes(showgrid=False, zeroline=False, showticklabels=False, ticks="", row=1, col=1)
     each = f"1 cell = {fmt.count(info.blocks_per_cell)} blocks" if info.blocks_per_cell > 1 else "1 cell = 1 block"
-    figure.update_xaxes(title_text=f"{each} of {fmt.count(info.block_size)} tokens, in the order of the pool",
-                        row=1, col=1)  # fmt: skip
-    figure.update_xaxes(title_text="tokens", row=2, col=1)
+    order = "" if narrow else ", in the order of the pool"
+    figure.update_xaxes(title_text=f"{each} of {fmt.count(info.block_size)} tokens{order}", row=1, col=1)
+    figure.update_xaxes(title_text=unit, row=2, col=1)
     return figure
 
 
@@ -128,7 +131,7 @@ def _hover(info: BlockMapInfo, index: int) -> str:
     return f"block {start:,}: {who}" if start == stop else f"blocks {start:,} to {stop:,}: mostly {who}"
 
 
-def _share(info: BlockMapInfo, what: str, tokens: int, theme: str) -> go.Bar:
+def _share(info: BlockMapInfo, what: str, tokens: int, divisor: int, theme: str) -> go.Bar:
     fill = {"stored tokens": PART_COLORS["kv_cache"], "tail waste": get_theme(theme).worse, "cached": _CACHED_COLOR,
             "free": "rgba(0,0,0,0)"}[what]  # fmt: skip
     total = sum(size for _, size in info.shares)
@@ -136,10 +139,10 @@ def _share(info: BlockMapInfo, what: str, tokens: int, theme: str) -> go.Bar:
         name=f"{what} {fmt.count(tokens)} ({fmt.share(tokens, total)})",
         orientation="h",
         y=["pool"],
-        x=[tokens],
+        x=[tokens / divisor],
         marker={"color": fill, "line": {"color": OUTLINE, "width": 1},
                 "pattern": pattern("x" if what == "tail waste" else "", fill)},
-        hovertemplate=f"{what}: %{{x:,}} tokens<extra></extra>",
+        hovertemplate=f"{what}: {fmt.count(tokens)} tokens<extra></extra>",
     )  # fmt: skip
 
 
@@ -153,7 +156,8 @@ def caption(info: BlockMapInfo) -> str:
     if not info.owners:
         return "No block map was recorded for this run."
     shares = dict(info.shares)
-    text = (
+    text = "Simulated: " if info.origin == "simulated" else ""
+    text += (
         f"{fmt.count(info.num_blocks)} blocks of {fmt.count(info.block_size)} tokens, held by "
         f"{fmt.count(info.num_requests)} requests"
     )

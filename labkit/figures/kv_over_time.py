@@ -20,7 +20,7 @@ class KvOverTimeInfo:
     """Series over seconds: memory in bytes, requests in numbers; `preemptions` are (seconds, reserved bytes, count).
 
     `reserved` are blocks that requests hold, `stored` the bytes of them that hold a token, `cached` free blocks whose
-    content is kept for reuse.
+    content is kept for reuse. `pool_bytes` is the plan's pool, `measured_pool_bytes` the one that was allocated.
     """
 
     name: str
@@ -31,6 +31,8 @@ class KvOverTimeInfo:
     running: Thinned
     waiting: Thinned
     preemptions: tuple[tuple[float, float, int], ...] = ()
+    measured_pool_bytes: int | None = None
+    origin: str = "measured"
 
     @property
     def is_empty(self) -> bool:
@@ -61,6 +63,8 @@ def get_kv_over_time_info(record: RunRecord | None) -> KvOverTimeInfo:
             for step in steps
             if step.num_preemptions
         )[:500],
+        measured_pool_bytes=record.measured.kv_cache_bytes if record and record.measured else None,
+        origin=record.origin if record else "measured",
     )
 
 
@@ -69,7 +73,8 @@ def draw_kv_over_time(info: KvOverTimeInfo, theme: str = "light") -> go.Figure:
     if info.is_empty:
         return empty(theme, "no step recorded yet: the run has not begun, or ended before its first step")
     colors = get_theme(theme)
-    divisor, unit = fmt.memory_scale(info.pool_bytes)
+    pool_bytes, measured_bytes = info.pool_bytes, info.measured_pool_bytes
+    divisor, unit = fmt.memory_scale(pool_bytes)
     figure = panels(theme, (), rows=2, cols=1, height=420, shared_xaxes=True, row_heights=[0.64, 0.36],
                     vertical_spacing=0.12)  # fmt: skip
     shown = {"reserved by requests": info.reserved, "holding tokens": info.stored, "cached for reuse": info.cached}
@@ -79,15 +84,32 @@ def draw_kv_over_time(info: KvOverTimeInfo, theme: str = "light") -> go.Figure:
     counts = {"running": info.running, "waiting": info.waiting}
     for (title, series), style in zip(counts.items(), colors.lines, strict=False):
         figure.add_trace(_line(title, series, style, 1, shape="hv", legend="legend2"), row=2, col=1)
-    figure.add_hline(y=info.pool_bytes / divisor, line={"color": BASELINE, "dash": "dash", "width": 1.5}, row=1, col=1,
-                     annotation={"text": f"pool {fmt.memory(info.pool_bytes)}", "yanchor": "bottom",
-                                 "font": {"color": colors.muted}})  # fmt: skip
-    figure.update_yaxes(title_text=f"KV cache ({unit})", range=[0, 1.12 * info.pool_bytes / divisor], row=1, col=1)
+    figure.add_hline(
+        y=pool_bytes / divisor,
+        line={"color": BASELINE, "dash": "dash", "width": 1.5},
+        row=1,
+        col=1,
+        annotation={"text": pool_words(info), "yanchor": "bottom", "font": {"color": colors.muted}},
+    )
+    if measured_bytes is not None and measured_bytes != pool_bytes:
+        figure.add_hline(y=measured_bytes / divisor, line={"color": BASELINE, "width": 1.5}, row=1, col=1)
+    highest = max(pool_bytes, measured_bytes or 0, *info.reserved.y)
+    figure.update_yaxes(title_text=f"KV cache ({unit})", range=[0, 1.12 * highest / divisor], row=1, col=1)
     figure.update_yaxes(title_text="requests", rangemode="tozero", row=2, col=1)
     figure.update_xaxes(rangemode="tozero")
     figure.update_xaxes(title_text="time (s)", row=2, col=1)
     figure.update_layout(legend2={"orientation": "h", "y": 0.33, "yanchor": "bottom", "x": 1, "xanchor": "right"})
     return figure
+
+
+def pool_words(info: KvOverTimeInfo) -> str:
+    """The pool as planned, and as it came out: "pool: planned 21.0 GiB, measured equal"."""
+    text = f"pool: planned {fmt.memory(info.pool_bytes)}"
+    if info.measured_pool_bytes is None:
+        return text
+    if info.measured_pool_bytes == info.pool_bytes:
+        return f"{text}, measured equal"
+    return f"{text}, measured {fmt.memory(info.measured_pool_bytes)}"
 
 
 def _line(title: str, series: Thinned, style: LineStyle, divisor: float, **options: Any) -> go.Scatter:
@@ -127,8 +149,9 @@ def caption(info: KvOverTimeInfo) -> str:
     reserved, at = info.reserved.y[peak], info.reserved.x[peak]
     sent_back = sum(entry[2] for entry in info.preemptions)
     stored = max(info.stored.y)
+    head = "Simulated: at" if info.origin == "simulated" else "At"
     text = (
-        f"At its fullest, {fmt.duration(at)} into the run, requests hold "
+        f"{head} its fullest, {fmt.duration(at)} into the run, requests hold "
         f"{fmt.memory_with_share(reserved, info.pool_bytes)} of the pool; at most {fmt.memory(stored)} held tokens; "
     )
     text += f"{fmt.count(sent_back)} preemptions." if sent_back else "no request was sent back."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from labkit import format as fmt
-from labkit.figures.frame import empty, name_lowest_only, position, row_of_plots
+from labkit.figures.frame import empty, names_beside, position, row_of_plots, rows_height, wrapped
 from labkit.figures.palette import BASELINE, get_theme, label, pattern
 from labkit.figures.tables import Table, make_table
 from labkit.measure.run_record import Counters, RunRecord
@@ -59,41 +59,48 @@ def get_l2_info(records: Sequence[RunRecord]) -> L2Info:
 
 
 def draw_l2(info: L2Info, theme: str = "light", narrow: bool = False) -> go.Figure:
-    """Hit rate and DRAM bandwidth side by side; simulated bars are dotted, measured ones solid."""
+    """Hit rate and DRAM bandwidth side by side; simulated bars are dotted, measured ones solid.
+
+    Bars lie, so that names of any length and number stand beside them.
+    """
     if not info.bars:
         return empty(theme, "no cache counters: a run on a card, or a simulated one, gives them")
     style, colors = get_theme(theme).lines[0], get_theme(theme)
-    figure = row_of_plots(theme, ("L2 hit rate", "DRAM reads"), narrow=narrow, spacing=0.12)
-    left, right = position(0, narrow), position(1, narrow)
+    places = [position(index, narrow) for index in (0, 1)]
+    figure = row_of_plots(theme, ("L2 hit rate", "DRAM reads"), narrow=narrow, spacing=0.08,
+                          height=rows_height(len(info.bars)))  # fmt: skip
     divisor, unit = fmt.bandwidth_scale(max(bar.dram_bytes_per_s for bar in info.bars))
-    names = [f"{label(bar.name, 24)}<br>{_kind(bar)}" for bar in info.bars]
     hatch = pattern(["" if bar.is_measured else "." for bar in info.bars], style.color)
     common = {
+        "orientation": "h",
         # By number: bars of runs with one name would stand on each other.
-        "x": list(range(len(names))),
+        "y": list(range(len(info.bars))),
         "marker": {"color": style.color, "pattern": hatch, "line": {"color": colors.text, "width": 1}},
         "customdata": [bar.run_id for bar in info.bars],
         "hovertext": [_hover(bar) for bar in info.bars],
         "hovertemplate": "%{hovertext}<extra></extra>",
         "textposition": "outside",
+        "textangle": 0,
+        "constraintext": "none",
         "cliponaxis": False,
     }
     rates = [100 * bar.l2_hit_rate for bar in info.bars]
-    figure.add_trace(go.Bar(y=rates, text=[fmt.share(rate, 100) for rate in rates], **common), **left)
+    speeds = [bar.dram_bytes_per_s / divisor for bar in info.bars]
+    figure.add_trace(go.Bar(x=rates, text=[fmt.share(rate, 100) for rate in rates], **common), **places[0])
     figure.add_trace(
-        go.Bar(y=[bar.dram_bytes_per_s / divisor for bar in info.bars],
-               text=[fmt.bandwidth(bar.dram_bytes_per_s) for bar in info.bars], **common),
-        **right,
-    )  # fmt: skip
-    if info.peak_bytes_per_s:
-        figure.add_hline(y=info.peak_bytes_per_s / divisor, line={"color": BASELINE, "dash": "dash"}, **right,
-                         annotation={"text": f"data sheet {fmt.bandwidth(info.peak_bytes_per_s)}",
-                                     "font": {"color": colors.muted}})  # fmt: skip
-    figure.update_yaxes(title_text="%", range=[0, 108], **left)
-    figure.update_yaxes(title_text=unit, rangemode="tozero", **right)
-    figure.update_xaxes(tickvals=list(range(len(names))), ticktext=names)
-    name_lowest_only(figure, 2, narrow)
-    figure.update_layout(showlegend=False, bargap=0.5, margin={"t": 36})
+        go.Bar(x=speeds, text=[fmt.bandwidth(bar.dram_bytes_per_s) for bar in info.bars], **common), **places[1]
+    )
+    peak = (info.peak_bytes_per_s or 0.0) / divisor
+    title = f"DRAM reads ({unit})"
+    if peak:
+        figure.add_vline(x=peak, line={"color": BASELINE, "dash": "dash"}, **places[1])
+        title += f"<br>dashed: data sheet {fmt.bandwidth(info.peak_bytes_per_s)}"
+    # Beyond the longest bar there is room for its number.
+    figure.update_xaxes(title_text="hits (%)", range=[0, 124], tickvals=[0, 25, 50, 75, 100], **places[0])
+    figure.update_xaxes(title_text=title, range=[0, max(1.34 * max(speeds), 1.04 * peak)], **places[1])
+    names = [f"{wrapped(bar.name, 16 if narrow else 24)}<br>{_kind(bar)}" for bar in info.bars]
+    names_beside(figure, names, 2, narrow)
+    figure.update_layout(showlegend=False, bargap=0.4, margin={"t": 44})
     return figure
 
 

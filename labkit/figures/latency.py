@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from labkit import format as fmt
-from labkit.figures.frame import empty, name_lowest_only, position, row_of_plots
+from labkit.figures.frame import empty, joined, position
 from labkit.figures.palette import LineStyle, get_theme, label
+from labkit.figures.run_axis import along, name_runs, name_values, plots_of_runs
 from labkit.figures.runs import knob_axis
 from labkit.figures.tables import Table, make_table
 from labkit.measure.run_record import RunRecord
@@ -30,6 +31,7 @@ class LatencyPoint:
     ttft_s: Percentiles | None
     inter_token_s: Percentiles | None
     e2e_s: Percentiles | None
+    origin: str = "measured"
 
 
 @dataclass(frozen=True)
@@ -50,24 +52,29 @@ def get_latency_info(records: Sequence[RunRecord], knob: str | None = None) -> L
         numbers = summarize(record)
         if numbers.ttft_s is not None:
             points.append(LatencyPoint(record.run_id, record.name, value, numbers.ttft_s, numbers.inter_token_s,
-                                       numbers.e2e_s))  # fmt: skip
+                                       numbers.e2e_s, record.origin))  # fmt: skip
     return LatencyInfo(axis.title, axis.knob, tuple(points), len(records) - len(points))
 
 
 def draw_latency(info: LatencyInfo, theme: str = "light", narrow: bool = False) -> go.Figure:
-    """Three plots side by side, p50, p95 and p99 as lines of their own colour, dash and marker; axes from zero."""
+    """Three plots side by side, p50, p95 and p99 as lines of their own colour, dash and marker; axes from zero.
+
+    Runs without a common knob lie in rows.
+    """
     if not info.points:
         return empty(theme, "no latency yet: no run has given a first token")
-    figure = row_of_plots(theme, tuple(METRICS.values()), narrow=narrow)
+    figure = plots_of_runs(info, theme, tuple(METRICS.values()), narrow)
     for index, metric in enumerate(METRICS):
         place = position(index, narrow)
         scale, unit = _scale(info, metric)
         for level, style in zip(LEVELS, get_theme(theme).lines, strict=False):
             figure.add_trace(_line(info, metric, level, style, scale), **place)
-        figure.update_yaxes(title_text=unit, rangemode="tozero", **place)
-    figure.update_xaxes(title_text=info.axis_title, type="category")
-    name_lowest_only(figure, len(METRICS), narrow)
-    figure.update_layout(legend={"y": 1.05 if narrow else 1.14})
+        name_values(figure, info.knob, unit, place)
+    name_runs(figure, info, len(METRICS), narrow)
+    # From the figure's upper edge: a share of the plots' height would meet the titles of low ones.
+    figure.update_layout(
+        legend={"xref": "container", "yref": "container", "y": 1.0, "yanchor": "top", "entrywidth": 36}
+    )
     return figure
 
 
@@ -77,21 +84,25 @@ def _scale(info: LatencyInfo, metric: str) -> tuple[float, str]:
 
 
 def _line(info: LatencyInfo, metric: str, level: str, style: LineStyle, scale: float) -> go.Scatter:
-    points = [point for point in info.points if getattr(point, metric) is not None]
-    values = [getattr(getattr(point, metric), level) for point in points]
+    times = [getattr(point, metric) for point in info.points]
+    values = [None if entry is None else getattr(entry, level) for entry in times]
     return go.Scatter(
         name=level,
         legendgroup=level,
         showlegend=metric == "ttft_s",
-        mode="lines+markers" if info.knob else "markers",
-        x=[label(point.value) for point in points],
-        y=[value * scale for value in values],
+        mode=joined([point.value for point in info.points], info.knob is not None),
+        **along(
+            info.knob,
+            [label(point.value) for point in info.points],
+            [None if value is None else value * scale for value in values],
+        ),
+        connectgaps=True,
         line={"color": style.color, "dash": style.dash, "width": 2},
         marker={"symbol": style.marker, "size": 9, "color": style.color},
-        customdata=[point.run_id for point in points],
+        customdata=[point.run_id for point in info.points],
         hovertext=[
-            f"<b>{label(point.name)}</b><br>{METRICS[metric]}, {level}: {fmt.duration(value)}"
-            for point, value in zip(points, values, strict=True)
+            f"<b>{label(point.name)}</b> ({point.origin})<br>{METRICS[metric]}, {level}: {fmt.duration(value)}"
+            for point, value in zip(info.points, values, strict=True)
         ],
         hovertemplate="%{hovertext}<extra></extra>",
     )
@@ -108,12 +119,14 @@ def caption(info: LatencyInfo) -> str:
     if not timed:
         return "No run has given two tokens of one request yet, so there is no latency to show."
     lowest_s, best = min(timed, key=lambda entry: entry[0])
-    text = f"Lowest p95 between tokens: {fmt.duration(lowest_s)} with {plain(best.name, 40)}"
+    text = f"Lowest p95 between tokens: {fmt.duration(lowest_s)} ({best.origin}) with {plain(best.name, 40)}"
     if best.ttft_s is not None:
         first = f"{fmt.duration(best.ttft_s.p50)} at p50 and {fmt.duration(best.ttft_s.p95)} at p95"
         text += f", where the first token takes {first}"
     highest_s, worst = max(timed, key=lambda entry: entry[0])
-    text += "." if worst is best else f". Highest: {fmt.duration(highest_s)} with {plain(worst.name, 40)}."
+    text += (
+        "." if worst is best else f". Highest: {fmt.duration(highest_s)} ({worst.origin}) with {plain(worst.name, 40)}."
+    )
     return text + _without(info.num_without)
 
 
@@ -124,8 +137,9 @@ def _without(count: int) -> str:
 def table(info: LatencyInfo) -> Table:
     """One row a run: p50, p95, p99 of each latency."""
     columns = [info.axis_title if info.knob else "run", *(f"{title} {level}" for title in METRICS.values()
-                                                          for level in LEVELS)]  # fmt: skip
-    rows = [[point.value, *(_cell(getattr(point, metric), level) for metric in METRICS for level in LEVELS)]
+                                                          for level in LEVELS), "method"]  # fmt: skip
+    rows = [[point.value, *(_cell(getattr(point, metric), level) for metric in METRICS for level in LEVELS),
+             point.origin]
             for point in info.points]  # fmt: skip
     return make_table(columns, rows, "Latency of each run")
 

@@ -217,6 +217,8 @@ def caption(info: MemoryBreakdownInfo) -> str:
     if not errors:
         return text
     part, want, got = max(errors, key=lambda row: abs(row[2] - row[1]))
+    if want == got:
+        return f"{text} Measured parts equal the predicted ones."
     return f"{text} Measured differs most from predicted in {PART_TITLES[part]}: {_error(want, got)}."
 
 

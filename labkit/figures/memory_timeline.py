@@ -28,6 +28,9 @@ TABLE_ONLY = {
     "other_processes_bytes": "other processes on the card",
 }
 
+# From this share of the total on, the line of the planned use would lie on the total's.
+NEAR_TOTAL = 0.995
+
 
 @dataclass(frozen=True)
 class MemoryTimelineInfo:
@@ -36,12 +39,14 @@ class MemoryTimelineInfo:
     Attributes:
         total_bytes: of the card, or the budget of a run on a CPU.
         origin: "measured", or "simulated" for a run on a virtual card.
+        planned_bytes: in use by the plan, all its parts.
     """
 
     name: str
     series: tuple[tuple[str, Thinned], ...]
     total_bytes: int
     origin: str = "measured"
+    planned_bytes: int = 0
 
     def get(self, field: str) -> Thinned | None:
         """The series of a field, None where it was not measured."""
@@ -56,7 +61,10 @@ def get_memory_timeline_info(record: RunRecord | None) -> MemoryTimelineInfo:
     samples = record.memory_timeline or tuple(
         MemorySample(step.start_s + step.duration_s, step.num_blocks_used * block_bytes) for step in record.steps
     )
-    return MemoryTimelineInfo(record.name, memory_series(samples), record.plan.breakdown.total_bytes, record.origin)
+    parts = record.plan.breakdown
+    return MemoryTimelineInfo(
+        record.name, memory_series(samples), parts.total_bytes, record.origin, parts.used_bytes
+    )  # fmt: skip
 
 
 def memory_series(samples: Sequence[MemorySample]) -> tuple[tuple[str, Thinned], ...]:
@@ -92,8 +100,8 @@ def traces(series: Sequence[tuple[str, Thinned]], theme: str, divisor: float, un
     ]
 
 
-def draw_memory_timeline(info: MemoryTimelineInfo, theme: str = "light") -> go.Figure:
-    """One line for each series, and the total."""
+def draw_memory_timeline(info: MemoryTimelineInfo, theme: str = "light", narrow: bool = False) -> go.Figure:
+    """One line for each series, the total, and what the plan has in use."""
     if not info.series:
         return empty(theme, "no memory was recorded: the run has not begun, or ended before its first step")
     colors = get_theme(theme)
@@ -103,13 +111,17 @@ def draw_memory_timeline(info: MemoryTimelineInfo, theme: str = "light") -> go.F
     figure.add_hline(y=info.total_bytes / divisor, line={"color": BASELINE, "dash": "dash", "width": 1.5},
                      annotation={"text": f"total {fmt.memory(info.total_bytes)}", "yanchor": "bottom",
                                  "font": {"color": colors.muted}})  # fmt: skip
+    if 0 < info.planned_bytes < NEAR_TOTAL * info.total_bytes:
+        figure.add_hline(y=info.planned_bytes / divisor, line={"color": BASELINE, "dash": "dot", "width": 1.5},
+                         annotation={"text": f"planned use {fmt.memory(info.planned_bytes)}", "yanchor": "top",
+                                     "font": {"color": colors.muted}})  # fmt: skip
     highest = max(info.total_bytes, *(max(points.y) for _, points in info.series))
     figure.update_yaxes(title_text=f"memory ({unit})", range=[0, 1.1 * highest / divisor])
     figure.update_xaxes(title_text="time (s)", rangemode="tozero")
     figure.update_layout(
-        margin={"t": 64},
+        margin={"t": 100 if narrow else 64},
         showlegend=True,
-        legend={"entrywidth": 0.5, "entrywidthmode": "fraction", "font": {"size": 11}},
+        legend={"entrywidth": 1.0 if narrow else 0.5, "entrywidthmode": "fraction", "font": {"size": 11}},
     )
     return figure
 
@@ -127,6 +139,8 @@ def caption(info: MemoryTimelineInfo) -> str:
         f"{TITLES[field]} at most {fmt.memory_with_share(max(points.y), info.total_bytes)}"
         for field, points in drawn(info.series)
     )
+    if info.planned_bytes:
+        text += f"; the plan has {fmt.memory_with_share(info.planned_bytes, info.total_bytes)} in use"
     text = f"Simulated: {text}." if info.origin == "simulated" else f"{text[0].upper()}{text[1:]}."
     reserved, allocated = info.get("reserved_bytes"), info.get("allocated_bytes")
     if reserved and allocated:

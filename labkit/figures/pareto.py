@@ -36,6 +36,7 @@ class ParetoPoint:
     latency_s: float
     output_tokens_per_s: float
     on_front: bool
+    origin: str = "measured"
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,10 @@ def get_pareto_info(
         numbers = summarize(record)
         times = getattr(numbers, latency)
         if times is not None and numbers.output_tokens_per_s:
-            found.append((record.run_id, record.name, times.p95, numbers.output_tokens_per_s))
-    points = tuple(ParetoPoint(*row, on_front=not _beaten(row, found)) for row in sorted(found, key=lambda row: row[2]))
+            found.append((record.run_id, record.name, times.p95, numbers.output_tokens_per_s, record.origin))
+    points = tuple(
+        ParetoPoint(*row[:4], not _beaten(row, found), row[4]) for row in sorted(found, key=lambda row: row[2])
+    )
     return ParetoInfo(latency, points, baseline.run_id if baseline else None, len(records) - len(points))
 
 
@@ -68,22 +71,26 @@ def _beaten(row: tuple, others: list[tuple]) -> bool:
     )
 
 
-def draw_pareto(info: ParetoInfo, theme: str = "light") -> go.Figure:
-    """Latency to the right, throughput up: better is left and up; beaten runs stay as outlines."""
+def draw_pareto(info: ParetoInfo, theme: str = "light", narrow: bool = False) -> go.Figure:
+    """Latency to the right, throughput up: better is left and up; beaten runs stay as outlines.
+
+    A narrow page has no room for names: pointing at a run and the table give them.
+    """
     if not info.points:
         return empty(theme, "no point yet: no run has both a throughput and a latency")
     colors, figure = get_theme(theme), frame(theme, 360)
     front = [point for point in info.points if point.on_front]
     beaten = [point for point in info.points if not point.on_front]
     first, second = colors.lines[:2]
+    named = "" if narrow else "+text"
     figure.add_trace(
-        _points(info, front, "on the front", mode="lines+markers+text",
+        _points(info, front, "on the front", mode=f"lines+markers{named}",
                 line={"color": first.color, "dash": first.dash, "width": 2},
                 marker={"symbol": first.marker, "size": 11, "color": first.color})
     )  # fmt: skip
     if beaten:
         marker = {"symbol": f"{second.marker}-open", "size": 10, "color": second.color, "line": {"width": 2}}
-        figure.add_trace(_points(info, beaten, "beaten in both", mode="markers+text", marker=marker))
+        figure.add_trace(_points(info, beaten, "beaten in both", mode=f"markers{named}", marker=marker))
     known = [point for point in info.points if point.run_id == info.baseline_id]
     if known:
         marker = {"symbol": "circle-open", "size": 20, "color": BASELINE, "line": {"width": 2}}
@@ -131,7 +138,7 @@ def _points(info: ParetoInfo, points: list[ParetoPoint], name: str, **style: Any
         cliponaxis=False,
         customdata=[point.run_id for point in points],
         hovertext=[
-            f"<b>{label(point.name)}</b><br>{fmt.rate(point.output_tokens_per_s)}"
+            f"<b>{label(point.name)}</b> ({point.origin})<br>{fmt.rate(point.output_tokens_per_s)}"
             f"<br>{LATENCIES[info.latency]}: {fmt.duration(point.latency_s)}"
             for point in points
         ],
@@ -160,12 +167,13 @@ def caption(info: ParetoInfo) -> str:
     text = f"{len(front)} of {len(info.points)} {'run is' if len(info.points) == 1 else 'runs are'} on the front. "
     if fast is strong:
         return (
-            f"{text}{fast_name} is best in both: {fmt.rate(fast.output_tokens_per_s)} at "
+            f"{text}{fast_name} ({fast.origin}) is best in both: {fmt.rate(fast.output_tokens_per_s)} at "
             f"{fmt.duration(fast.latency_s)} {LATENCIES[info.latency]}."
         )
+    more = fmt.change(fast.output_tokens_per_s, strong.output_tokens_per_s, "tok/s")
     return (
-        f"{text}{fast_name} has the lowest {LATENCIES[info.latency]} ({fmt.duration(fast.latency_s)}), {strong_name} "
-        f"the most output ({fmt.change(fast.output_tokens_per_s, strong.output_tokens_per_s, 'tok/s')})."
+        f"{text}{fast_name} ({fast.origin}) has the lowest {LATENCIES[info.latency]} "
+        f"({fmt.duration(fast.latency_s)}), {strong_name} ({strong.origin}) the most output ({more})."
     )
 
 
@@ -177,9 +185,10 @@ def table(info: ParetoInfo) -> Table:
             fmt.duration(point.latency_s),
             fmt.rate(point.output_tokens_per_s),
             "yes" if point.on_front else "no",
+            point.origin,
         ]
         for point in info.points
     ]
     return make_table(
-        ["run", LATENCIES[info.latency], "output tokens", "on the front"], rows, "Throughput against latency"
+        ["run", LATENCIES[info.latency], "output tokens", "on the front", "method"], rows, "Throughput against latency"
     )

@@ -27,6 +27,7 @@ class RequestCurves:
     run_id: str
     name: str
     curves: tuple[tuple[str, Thinned], ...]
+    origin: str = "measured"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def _curves(record: RunRecord) -> RequestCurves:
         "inter_token_s": inter_token_s(record.requests),
         "e2e_s": [row.finish_s - row.arrival_s for row in record.requests if row.finish_s is not None],
     }
-    return RequestCurves(record.run_id, record.name, tuple((name, _cumulative(values[name])) for name in METRICS))
+    curves = tuple((name, _cumulative(values[name])) for name in METRICS)
+    return RequestCurves(record.run_id, record.name, curves, record.origin)
 
 
 def _cumulative(values: list[float]) -> Thinned:
@@ -71,7 +73,7 @@ def draw_requests(info: RequestsInfo, theme: str = "light", narrow: bool = False
             curve = dict(run.curves)[metric]
             figure.add_trace(
                 go.Scatter(
-                    name=label(run.name, 32),
+                    name=f"{label(run.name, 32)} ({run.origin})",
                     legendgroup=run.run_id,
                     showlegend=index == 0,
                     mode="lines",

@@ -1,8 +1,9 @@
-"""Which knob a set of runs varies, and in what order the runs stand on an axis."""
+"""Which runs are compared, how they are told apart, which knob they vary, and in what order they stand on an axis."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,25 @@ class KnobAxis:
     title: str
     runs: tuple[RunRecord, ...]
     values: tuple[str, ...]
+
+
+def distinctly_named(records: Sequence[RunRecord]) -> tuple[RunRecord, ...]:
+    """`records`, those that share a name numbered in their order ("#2 block 16"): legend, table and sentence then mean
+    one run. The number stands in front, as long names are cut at their end."""
+    shared = {name for name, number in Counter(record.name for record in records).items() if number > 1}
+    seen: Counter[str] = Counter()
+    named = []
+    for record in records:
+        if record.name in shared:
+            seen[record.name] += 1
+            record = dataclasses.replace(record, name=f"#{seen[record.name]} {record.name}")
+        named.append(record)
+    return tuple(named)
+
+
+def comparable(records: Sequence[RunRecord]) -> tuple[RunRecord, ...]:
+    """The finished runs: a run that was cut short has other rates. All of them where none finished."""
+    return tuple(record for record in records if record.status == "finished") or tuple(records)
 
 
 def varied_knob(records: Sequence[RunRecord]) -> str | None:

@@ -9,7 +9,7 @@ from statistics import fmean
 import plotly.graph_objects as go
 
 from labkit import format as fmt
-from labkit.figures.frame import empty, position, row_of_plots
+from labkit.figures.frame import empty, name_lowest_only, position, row_of_plots
 from labkit.figures.palette import get_theme, label
 from labkit.figures.tables import Table, make_table
 from labkit.measure.run_record import RunRecord
@@ -115,6 +115,7 @@ def draw_tail_waste(info: TailWasteInfo, theme: str = "light", narrow: bool = Fa
     figure.update_yaxes(title_text="% of reserved", rangemode="tozero", **position(0, narrow))
     figure.update_yaxes(title_text="tok/s", rangemode="tozero", **position(1, narrow))
     figure.update_xaxes(title_text="block_size (tokens)", type="category")
+    name_lowest_only(figure, len(TITLES), narrow)
     figure.update_layout(legend={"y": 1.05 if narrow else 1.14})
     return figure
 

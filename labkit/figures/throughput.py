@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from labkit import format as fmt
-from labkit.figures.frame import empty, name_lowest_only, position, row_of_plots
+from labkit.figures.frame import empty, joined, position
 from labkit.figures.palette import get_theme, label
+from labkit.figures.run_axis import along, name_runs, name_values, plots_of_runs
 from labkit.figures.runs import knob_axis
 from labkit.figures.tables import Table, make_table
 from labkit.measure.run_record import RunRecord
@@ -55,20 +56,21 @@ def get_throughput_info(records: Sequence[RunRecord], knob: str | None = None) -
 
 
 def draw_throughput(info: ThroughputInfo, theme: str = "light", narrow: bool = False) -> go.Figure:
-    """Two plots side by side, axes from zero, as lengths are compared."""
+    """Two plots side by side, axes from zero, as lengths are compared; runs without a common knob lie in rows."""
     if not info.points:
         return empty(theme, "no throughput yet: no run has given a token")
     titles = tuple(title for title, _ in METRICS.values())
-    figure = row_of_plots(theme, titles, narrow=narrow, spacing=0.12)
+    figure = plots_of_runs(info, theme, titles, narrow)
+    labels = [label(point.value) for point in info.points]
     for index, (metric, style) in enumerate(zip(METRICS, get_theme(theme).lines, strict=False)):
         place = position(index, narrow)
         title, unit = METRICS[metric]
+        values = [getattr(point, metric) for point in info.points]
         figure.add_trace(
             go.Scatter(
                 name=title,
-                mode="lines+markers" if info.knob else "markers",
-                x=[label(point.value) for point in info.points],
-                y=[getattr(point, metric) for point in info.points],
+                mode=joined([point.value for point in info.points], info.knob is not None),
+                **along(info.knob, labels, values),
                 line={"color": style.color, "dash": style.dash, "width": 2},
                 marker={"symbol": style.marker, "size": 10, "color": style.color},
                 customdata=[point.run_id for point in info.points],
@@ -77,9 +79,8 @@ def draw_throughput(info: ThroughputInfo, theme: str = "light", narrow: bool = F
             ),
             **place,
         )
-        figure.update_yaxes(title_text=unit, rangemode="tozero", **place)
-    figure.update_xaxes(title_text=info.axis_title, type="category")
-    name_lowest_only(figure, len(METRICS), narrow)
+        name_values(figure, info.knob, unit, place)
+    name_runs(figure, info, len(METRICS), narrow)
     figure.update_layout(showlegend=False, margin={"t": 36})
     return figure
 

@@ -22,6 +22,7 @@ from labkit.advice.recommend import settings_words
 from labkit.doctor.check import COLUMNS as MACHINE_COLUMNS
 from labkit.doctor.check import Examination
 from labkit.experiments.serialise import record_to_plain, to_plain
+from labkit.figures.runs import distinctly_named
 from labkit.files import write_atomic
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
@@ -32,6 +33,7 @@ from labkit.specs.knob_text import panel_command
 from labkit.text import plain
 
 DATA_FORMAT = "labkit-report"
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:%|[µm]?s|min|h|[KMG]?i?B|[GT]B/s|tok/s|req/s|m?J)\b|%)|(?<=s) (?=/ )")
 DATA_VERSION = 1
 
 
@@ -69,7 +71,8 @@ def build_report(
     if recommendation is None and (records or plans):
         recommendation = recommend(plans, records, vllm_version=vllm_version)
     plan = recommendation.plan if recommendation else None
-    evidence = _evidence(records, plan, recommendation)
+    named = distinctly_named(records)
+    evidence = _evidence(named, plan, recommendation)
     heading = plain(title, 200) or (f"{plain(plan.model.name, 120)} on {plain(plan.gpu.name, 80)}" if plan else "Empty")
     scripts = {"plotly": _plotly_js(), "page": _asset("report.js")}
     template = _environment().get_template("report.html.j2")
@@ -88,7 +91,7 @@ def build_report(
         sections=figure_sections(evidence),
         columns=COLUMNS,
         runs=run_rows(
-            records,
+            named,
             recommendation.run_id if recommendation else None,
             recommendation.baseline_run_id if recommendation else None,
         ),
@@ -144,7 +147,13 @@ def _environment() -> jinja2.Environment:
         finalize=_without_control_characters,
     )
     environment.filters["plain"] = plain
+    environment.filters["together"] = _together
     return environment
+
+
+def _together(text: str) -> str:
+    """`text` in which no line ends between a number and its unit, or before the slash of two numbers."""
+    return _BEFORE_UNIT.sub("\u00a0", text)
 
 
 def _without_control_characters(value: Any) -> Any:

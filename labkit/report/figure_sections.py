@@ -19,6 +19,7 @@ from labkit.figures import (
     step_roofline,
     throughput,
 )
+from labkit.figures.runs import comparable
 from labkit.figures.tables import Table
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
@@ -61,7 +62,7 @@ class Evidence:
     @property
     def compared(self) -> Sequence[RunRecord]:
         """The finished runs: a run cut short has other rates. Where none finished, all that there are."""
-        return [record for record in self.records if record.status == "finished"] or self.records
+        return comparable(self.records)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@
     var plots = axes(layout);
     var starts = new Set(plots.map(function (plot) { return plot.start; }));
     if (plots.length < 2 || starts.size !== plots.length) { return layout; }
-    var gap = 0.34 / plots.length;
+    var height = Math.max(210, (layout.height || 340) * 0.8) * plots.length;
+    var gap = 96 / height; // room for the title below one plot and the title over the next
     var size = (1 - gap * (plots.length - 1)) / plots.length;
     var titles = plots.map(function (plot) {
       return (layout.annotations || []).filter(function (note) {
@@ -43,10 +44,11 @@
       });
       // Over the same names only the lowest plot shows them: there is no room between two.
       if (named && index < plots.length - 1) { Object.assign(plot.x, { showticklabels: false, title: { text: "" } }); }
+      if (plot.y.ticktext) { plot.y.showticklabels = true; }
       plot.x.domain = [0, 1];
       plot.y.domain = [Math.max(0, top - size), top];
     });
-    layout.height = (layout.height || 340) * plots.length * 0.8;
+    layout.height = height;
     return layout;
   }
 
@@ -72,7 +74,7 @@
     layout.margin = Object.assign({ l: 56, r: 16, b: 44 }, layout.margin, { t: 30 });
     layout.margin.b += 20 * entries + 20;
     layout.legend = Object.assign({}, layout.legend, {
-      orientation: "v", x: 0, xanchor: "left", y: 0, yref: "container", yanchor: "bottom"
+      orientation: "v", x: 0, xanchor: "left", xref: "paper", y: 0, yref: "container", yanchor: "bottom"
     });
   }
 

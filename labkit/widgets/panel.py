@@ -18,6 +18,7 @@ from labkit.advice.load_study import LoadStudy, SpeedBook, check_goal, study_loa
 from labkit.errors import LabkitError
 from labkit.figures import compare, live, run_table
 from labkit.figures.next_steps import get_next_steps_info
+from labkit.figures.runs import distinctly_named
 from labkit.figures.tables import Table
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
@@ -34,6 +35,7 @@ from labkit.widgets.pictures import Look, Pictures
 from labkit.widgets.run_bar import RunBar
 from labkit.widgets.run_control import Outcome, RunControl, RunView, SessionLike
 from labkit.widgets.run_edit import RunEditor
+from labkit.widgets.run_place import place_note, virtual_card
 
 LIVE_POINTS = 400
 GAINS_DELAY_S = 0.15
@@ -66,6 +68,7 @@ class Panel(ipw.VBox):
         self._task: Preset | None = None
         self._live = live.LiveRun(LIVE_POINTS)
         self._records: tuple[RunRecord, ...] = ()
+        self._named: tuple[RunRecord, ...] = ()
         self._chosen_id: str | None = None
         self._baseline_id: str | None = None
         self._gains_thread: threading.Thread | None = None
@@ -76,7 +79,7 @@ class Panel(ipw.VBox):
         self.knob_set = KnobSet(config, is_cpu=session.gpu.is_cpu, on_change=self._replan)
         self.pictures, self.run_bar = (
             Pictures(),
-            RunBar(getattr(session, "runs_on_card", False), _virtual_card(session)),
+            RunBar(getattr(session, "runs_on_card", False), virtual_card(session)),
         )
         self.runs = DataTable(
             classes=("lk-runs",), selectable=True, empty_text="No run yet: press Run to try these settings."
@@ -84,7 +87,7 @@ class Panel(ipw.VBox):
         self.editor = RunEditor(getattr(session, "edits", None), self._edited)
         self.compared, self.compared_table = TextLine(), DataTable(folded="the two runs as a table")
         self.paste_box = PasteBox(session.model, session.gpu, lambda settings: self.knob_set.set(**settings))
-        self.note = TextLine(text=_note(session), classes=("lk-caption",))
+        self.note = TextLine(text=place_note(session), classes=("lk-caption",))
         self.task_line = TextLine(classes=("lk-caption",))
         self.control = RunControl(session, self)
         super().__init__(self._layout())
@@ -354,6 +357,7 @@ class Panel(ipw.VBox):
         """Read the session's runs again and redraw everything."""
         with self._lock:
             self._records = tuple(self.session.records())
+            self._named = distinctly_named(self._records)
             if chosen is not None or self._by_id(self._chosen_id) is None:
                 self._chosen_id = chosen or (self._records[-1].run_id if self._records else None)
             self._draw_runs()
@@ -387,9 +391,10 @@ class Panel(ipw.VBox):
             self.run_bar.status.say(str(error), "bad")
             return
         runs = f"{fmt.count(len(found))} earlier run{'s' * (len(found) != 1)}"
-        self.run_bar.status.say(
-            f"{runs} of this model on this card or machine." if found else "No earlier run is stored."
-        )
+        words = f"{runs} of this model on this card or machine." if found else "No earlier run is stored."
+        store = getattr(self.session, "store", None)
+        lost = "\n".join(store.unreadable()) if store is not None else ""
+        self.run_bar.status.say(words, "warn" if lost else "ok", details=lost, summary="runs that cannot be read")
         if found:
             self.refresh()
 
@@ -439,7 +444,7 @@ class Panel(ipw.VBox):
 
     def _draw_runs(self) -> None:
         editor, baseline = self.editor, self._baseline_id
-        info = run_table.get_run_table_info(self._records, baseline, editor.pins, deltas=editor.deltas.value)
+        info = run_table.get_run_table_info(self._named, baseline, editor.pins, deltas=editor.deltas.value)
         ids = [row.run_id for row in info.rows]
         with self.runs.hold_sync():
             self.runs.show(run_table.table(info), run_table.sort_keys(info))
@@ -463,7 +468,8 @@ class Panel(ipw.VBox):
     def _draw_tab(self) -> None:
         with self._lock:
             simulated = self._study.speed.record if self._study else None
-            self.pictures.show_tab(self._records, self._by_id(self._chosen_id), simulated)
+            chosen = next((record for record in self._named if record.run_id == self._chosen_id), None)
+            self.pictures.show_tab(self._named, chosen, simulated)
             self.pictures.show_live(self._live.info())
 
     def _relook(self, change: dict[str, Any]) -> None:
@@ -482,21 +488,3 @@ class Panel(ipw.VBox):
             return mine == (plan.config, plan.model, plan.gpu) and record.measured is not None
 
         return next((record for record in reversed(self._records) if is_same(record)), None)
-
-
-def _virtual_card(session: SessionLike) -> str:
-    """The session's card where it is not here and can be simulated; else ""."""
-    if session.gpu.is_cpu or getattr(session, "runs_on_card", False) or not hasattr(session, "simulate"):
-        return ""
-    return plain(session.gpu.name, 60)
-
-
-def _note(session: SessionLike) -> str:
-    if session.gpu.is_cpu or getattr(session, "runs_on_card", False):
-        return ""
-    card = plain(session.gpu.name, 60)
-    where = f"The plan is for {card}, which is not here: nothing is measured on it."
-    measured = "on this machine's CPU, within cpu_memory_gib"
-    if _virtual_card(session):
-        return f"{where} Run simulates the traffic there, or runs it {measured}."
-    return f"{where} Runs are {measured}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ipywidgets as ipw
@@ -22,6 +22,7 @@ from labkit.figures import (
     step_roofline,
     throughput,
 )
+from labkit.figures.runs import comparable
 from labkit.figures.tables import Table
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
@@ -73,13 +74,25 @@ def draw_tab(
     if tab == "L2 and bandwidth":
         return _one(l2, l2.get_l2_info(records[-6:]), look)
     if tab == "Requests":
-        others = [record for record in records[-3:] if record is not chosen]
+        others = [record for record in comparable(records)[-3:] if record is not chosen]
         return _one(requests, requests.get_requests_info([chosen, *others] if chosen else []), look)
+    return _compare(view, records, look)
+
+
+def _compare(view: str, records: Sequence[RunRecord], look: Look) -> Picture:
+    """The runs that can be compared beside each other; the sentence says how many were left out."""
+    compared = comparable(records)
     if view == "latency against a knob":
-        return _one(latency, latency.get_latency_info(records), look)
-    if view == "throughput against latency":
-        return _one(pareto, pareto.get_pareto_info(records), look)
-    return _one(throughput, throughput.get_throughput_info(records), look)
+        picture = _one(latency, latency.get_latency_info(compared), look)
+    elif view == "throughput against latency":
+        picture = _one(pareto, pareto.get_pareto_info(compared), look)
+    else:
+        picture = _one(throughput, throughput.get_throughput_info(compared), look)
+    left_out = len(records) - len(compared)
+    if not left_out:
+        return picture
+    words = f"{left_out} run{'s that were' if left_out > 1 else ' that was'} cut short or failed left out."
+    return replace(picture, caption=f"{picture.caption} {words}")
 
 
 def _one(room: Any, info: Any, look: Look) -> Picture:

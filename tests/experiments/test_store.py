@@ -228,6 +228,17 @@ def test_field_of_a_newer_labkit_is_named(store):
         store.get("run-1")
 
 
+def test_a_run_of_another_version_hides_no_other_from_the_list(store):
+    store.save(example_record("good"))
+    store.save(example_record("other"))
+    with store._writing("test") as connection:
+        connection.exec_driver_sql("UPDATE runs SET head = '{\"format\": \"old\"}' WHERE run_id = 'other'")
+    assert [run.run_id for run in store.list_runs()] == ["good"]
+    (sentence,) = store.unreadable()
+    assert "run other in" in sentence
+    assert "cannot be read and was left" in sentence
+
+
 def test_unwritable_folder_says_so(tmp_path):
     blocked = tmp_path / "a file, no folder"
     blocked.write_text("")

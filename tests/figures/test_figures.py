@@ -167,9 +167,9 @@ def test_latencies_are_those_of_the_requests():
     assert point.e2e_s.p50 == pytest.approx((0.16 + 0.36) / 2)
     figure = latency.draw_latency(info)
     assert len(figure.data) == 9
-    assert figure.data[0].y[0] == pytest.approx(200.0)
-    assert figure.layout.yaxis.title.text == "ms"
-    assert figure.layout.yaxis.rangemode == "tozero"
+    assert figure.data[0].x[0] == pytest.approx(200.0)
+    assert figure.layout.xaxis.title.text == "ms"
+    assert figure.layout.xaxis.rangemode == "tozero"
 
 
 def test_latency_lines_differ_in_dash_and_marker():
@@ -228,10 +228,11 @@ def test_a_hit_rate_never_stands_without_bandwidth_and_method():
             counters=Counters("measured (Nsight Compute)", "L4", 0.5, 1e9, 250e9, 0.01))]  # fmt: skip
     info = l2.get_l2_info(runs)
     figure = l2.draw_l2(info)
-    assert list(figure.data[0].y) == pytest.approx([41.2, 50.0])
-    assert list(figure.data[1].y) == pytest.approx([180.5, 250.0])
+    assert list(figure.data[0].x) == pytest.approx([41.2, 50.0])
+    assert list(figure.data[1].x) == pytest.approx([180.5, 250.0])
+    assert "data sheet 300 GB/s" in figure.layout.xaxis2.title.text
     assert list(figure.data[0].marker.pattern.shape) == [".", ""]
-    assert all(word in figure.layout.xaxis.ticktext[0] for word in ("simulated",))
+    assert "simulated" in figure.layout.yaxis.ticktext[0]
     assert all("GB/s" in row[2] for row in l2.table(info))
     assert "250 GB/s" in l2.caption(info)
     assert "measured (Nsight Compute)" in l2.caption(info)
@@ -243,7 +244,7 @@ def test_a_whole_step_stands_beside_its_attention():
     step = Counters("measured (CUPTI range profiler)", "H200", 0.4, 9e9, 3e12, 3e-3, "a step, all kernels")
     info = l2.get_l2_info([dataclasses.replace(sample_record(), counters=attention, step_counters=step)])
     assert [bar.scope for bar in info.bars] == ["attention of a step", "a step, all kernels"]
-    names = l2.draw_l2(info).layout.xaxis.ticktext
+    names = l2.draw_l2(info).layout.yaxis.ticktext
     assert names[0].endswith("<br>measured")
     assert names[1].endswith("<br>measured, whole step")
     assert l2.sentence(attention) == (

@@ -11,13 +11,14 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from samples import sample_plan, sample_record
+from samples import sample_plan, sample_record, sample_runs
 
 from labkit.advice import recommend
 from labkit.doctor.check import Check, Examination
 from labkit.errors import FileFormatError
 from labkit.experiments.serialise import dumps, record_from_plain
 from labkit.report import Notice, build_report, report_file_name, write_report
+from labkit.report.build import _together
 from labkit.report.figure_sections import script_json
 from labkit.specs.engine_config import EngineConfig
 
@@ -272,3 +273,29 @@ def test_the_machine_has_its_own_part_with_the_worst_first():
     assert part.index("docker run --ipc=host") < part.index("3.11")
     assert "64 MiB &lt;b&gt;" in part
     assert 'id="machine"' not in build_report(created="2026-01-01T00:00:00Z")
+
+
+@pytest.mark.parametrize(
+    ("text", "together"),
+    [
+        ("155 ms / 244 ms", "155~ms~/ 244~ms"),
+        ("21.0 GiB (87 %)", "21.0~GiB (87~%)"),
+        ("133 tok/s, 3.35 TB/s", "133~tok/s, 3.35~TB/s"),
+        ("16 sets of 8 requests", "16 sets of 8 requests"),
+        ("<b>1 s</b>", "<b>1~s</b>"),
+        ("", ""),
+    ],
+)
+def test_no_line_ends_between_a_number_and_its_unit(text, together):
+    assert _together(text) == together.replace("~", "\u00a0")
+    assert type(_together(text)) is str, "it is escaped like any other text"
+
+
+def test_runs_of_one_name_are_numbered_in_table_and_figures_and_kept_as_they_are_in_the_data():
+    runs = [dataclasses.replace(record, name="vLLM defaults") for record in sample_runs()]
+    page = build_report(runs, created="2026-01-01T00:00:00Z")
+    shown, rest = page.split('id="labkit-data">')
+    data, figures = rest.split("</script", 1)
+    assert all(f"#{number} vLLM defaults" in shown for number in (1, 2, 3))
+    assert "#2 vLLM defaults" in figures
+    assert "#1 vLLM defaults" not in data

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -51,6 +54,26 @@ def test_the_button_brings_them_into_the_table(store):
     other = Panel(FakeSession())
     assert other.editor.earlier not in other.pictures.tabs_view((other.runs,)).children
     other.settle()
+
+
+def test_a_run_of_another_version_is_named_and_hides_no_other(store, tmp_path):
+    copy = tmp_path / "runs.sqlite3"
+    copy.write_bytes(Path(store).read_bytes())
+    with labkit.Session("Qwen/Qwen3-8B", "A10", store=str(copy)) as session:
+        old, kept = (run.run_id for run in session.recall())
+    with contextlib.closing(sqlite3.connect(copy)) as database:
+        database.execute("UPDATE runs SET head = '{}' WHERE run_id = ?", (old,))
+        database.commit()
+    with labkit.Session("Qwen/Qwen3-8B", "A10", store=str(copy)) as session:
+        panel = Panel(session, EngineConfig(max_model_len=2048))
+        panel.editor.earlier.click()
+        assert [run.run_id for run in session.records()] == [kept]
+        assert panel.run_bar.status.level == "warn"
+        assert f"run {old} in" in panel.run_bar.status.details
+        panel.settle()
+    listed = CliRunner().invoke(app, ["runs", "--store", str(copy)])
+    assert listed.exit_code == 0
+    assert f"note: run {old} in" in listed.output.replace("\n", " ")
 
 
 def test_labkit_panel_opens_a_stored_run(store, tmp_path):
