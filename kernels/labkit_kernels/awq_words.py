@@ -1,4 +1,4 @@
-"""x · Wᵀ with 4-bit AWQ weights kept as words along the inputs, for Hopper's wide matrix instruction; to 128 rows.
+"""x · Wᵀ with 4-bit AWQ weights kept as words along the inputs, for Hopper's wide matrix instruction; to 256 rows.
 
 AutoAWQ's words lie along the outputs (`awq_matmul`). Here they are turned once, when a model is loaded: of each 128
 inputs, word w of an output holds inputs 16 j + w as its columns j = 0 … 7, in AWQ's order of nibbles. So eight tiles of
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from labkit_kernels.awq_matmul import COLUMNS_OF_WORD, DEQUANTISE_ROWS
+from labkit_kernels.awq_matmul import COLUMNS_OF_WORD
 from labkit_kernels.checks import (
     KernelValueError,
     check_device,
@@ -28,6 +28,7 @@ from labkit_kernels.heuristics import INTERPRETER_SLOTS
 from labkit_kernels.ops import interpreting, overlap_options
 
 BLOCK = 128
+MAX_ROWS = 256
 COLUMNS_AT_ONCE = 4096
 # Bytes of a block of 128 inputs, of which each output's first is asked for while the launch before still runs.
 PREFETCH_BYTES = 64
@@ -242,10 +243,14 @@ def _group(qzeros, scales, g, z_row, s_row, column):
 @triton.jit(do_not_specialize=["rows", "blocks", "part_blocks"])
 def _words_kernel(
     x, words, qzeros, scales, out, rows, columns, blocks, group_blocks, part_blocks, x_row, w_row, z_row, s_row, o_part,
-    o_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr, PREFETCH: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    o_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr, SCALED: tl.constexpr,
+    PREFETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one part of the inputs: outputs are the rows of the matrix instruction, rows of x its columns."""
+    """One tile of one part of the inputs: outputs are the rows of the matrix instruction, rows of x its columns.
+
+    SCALED: weights are multiplied by their scale before the product, in 16 bits as `words_dequantise` has them, since
+    registers hold one tile of sums but not two.
+    """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     near = tl.minimum(column, columns - 1)
     start = tl.program_id(1) * part_blocks
@@ -264,8 +269,11 @@ def _words_kernel(
         next_zero, next_scale = _group(qzeros, scales, tl.minimum(block + 1, last) // group_blocks, z_row, s_row, near)
         packed = tl.load(w[:, None] + (block * 16 + tl.arange(0, 16))[None, :])
         weights = _in_order(_unpack(packed, zero[:, None], HALF, ASM), COLUMNS)
-        part = tl.dot(weights, tl.load(xs + block * 128, mask=here, other=0.0), out_dtype=tl.float32)
-        total += part * scale.to(tl.float32)[:, None]
+        rows_of_x = tl.load(xs + block * 128, mask=here, other=0.0)
+        if SCALED:
+            total = tl.dot(weights * scale.to(weights.dtype)[:, None], rows_of_x, total)
+        else:
+            total += tl.dot(weights, rows_of_x, out_dtype=tl.float32) * scale.to(tl.float32)[:, None]
         zero, scale = next_zero, next_scale
     at = out + tl.program_id(1).to(tl.int64) * o_part + (row.to(tl.int64) * o_row)[None, :] + column[:, None]
     tl.store(at, total.to(out.dtype.element_ty), mask=here & (column < columns)[:, None])
@@ -314,17 +322,22 @@ def words_dequantise(weight: AwqWords, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class WordsConfig:
-    """Outputs of a program, and programs of one multiprocessor at once, which the split of the inputs aims at."""
+    """Outputs and rows of x of a program, and programs of one multiprocessor at once, which the split of the inputs
+    aims at; whether weights are multiplied by their scale before the product."""
 
     columns: int = 128
+    rows: int = 16
     warps: int = 4
-    stages: int = 4
+    stages: int = 3
     ctas_per_sm: int = 3
+    is_scaled: bool = False
 
 
 def words_config(rows: int) -> WordsConfig:
     """Settings as measured on an H200."""
-    return WordsConfig() if rows <= 32 else WordsConfig(warps=8, ctas_per_sm=1)
+    if rows <= 64:
+        return WordsConfig(rows=max(16, triton.next_power_of_2(rows)), ctas_per_sm=3 if rows <= 32 else 2)
+    return WordsConfig(columns=256, rows=128, warps=8, ctas_per_sm=1, is_scaled=True)
 
 
 def _slots(device: torch.device, config: WordsConfig) -> int:
@@ -338,7 +351,7 @@ def words_matmul(
 ) -> torch.Tensor:
     """x `[tokens, in]` in fp16 or bf16 times the 4-bit weights: `[tokens, out]`, summed in float32 in a fixed order.
 
-    From 129 tokens on the weights are unpacked once for torch's own product: 2 · in · out bytes for a moment. Raises
+    From 257 tokens on the weights are unpacked once for torch's own product: 2 · in · out bytes for a moment. Raises
     KernelValueError or KernelTypeError naming the argument.
     """
     check_dtype("x", x, (torch.float16, torch.bfloat16))
@@ -348,7 +361,7 @@ def words_matmul(
     rows, columns = x.shape[0], weight.shape[0]
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device) if out is None else out
     check_out("out", out, (rows, columns), x.dtype, x.device)
-    if rows >= DEQUANTISE_ROWS:
+    if rows > MAX_ROWS:
         return torch.mm(x, words_dequantise(weight, x.dtype).t(), out=out)
     if rows > 0:
         _launch(x, weight, out, words_config(rows) if config is None else config)
@@ -357,15 +370,14 @@ def words_matmul(
 
 def _launch(x: torch.Tensor, weight: AwqWords, out: torch.Tensor, config: WordsConfig) -> None:
     rows, (columns, inputs) = x.shape[0], weight.shape
-    padded = min(64, max(16, triton.next_power_of_2(rows)))
-    tiles, row_tiles, blocks = triton.cdiv(columns, config.columns), triton.cdiv(rows, padded), inputs // BLOCK
+    tiles, row_tiles, blocks = triton.cdiv(columns, config.columns), triton.cdiv(rows, config.rows), inputs // BLOCK
     parts = even_parts(_slots(x.device, config), tiles * row_tiles, blocks)
     target = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device) if parts > 1 else out[None]
     _words_kernel[(tiles, parts, row_tiles)](
         x, weight.words, weight.qzeros, weight.scales, target, rows, columns, blocks, weight.group_size // BLOCK,
         triton.cdiv(blocks, parts), x.stride(0), weight.words.stride(0), weight.qzeros.stride(0),
-        weight.scales.stride(0), target.stride(0), target.stride(1), ROWS=padded, COLUMNS=config.columns,
-        HALF=x.dtype is torch.float16, ASM=not interpreting(),
+        weight.scales.stride(0), target.stride(0), target.stride(1), ROWS=config.rows, COLUMNS=config.columns,
+        HALF=x.dtype is torch.float16, ASM=not interpreting(), SCALED=config.is_scaled,
         PREFETCH=PREFETCH_BYTES if can_prefetch(weight.words) else 0, num_warps=config.warps, num_stages=config.stages,
         **overlap_options(x.device),
     )  # fmt: skip

@@ -114,16 +114,22 @@ def _compact(
     logits, first, vocab, top, factor, reach, count, values, ids, MAX: tl.constexpr, PART: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the logits of a part within `reach` of the top and their ids to the row's scratch from `count` on."""
+    """Writes the logits of a part within `reach` of the top and their ids to the row's scratch from `count` on.
+
+    Lines of 128 that one warp holds are counted by themselves: a running sum along a whole tile waits for each warp.
+    """
+    LINE: tl.constexpr = min(TILE, 128)
+    inside = tl.arange(0, TILE // LINE)[:, None] * LINE + tl.arange(0, LINE)[None, :]
     for start in range(0, PART, TILE):
-        at = first + start + tl.arange(0, TILE)
+        at = first + start + inside
         x = load_logits(logits, at, vocab)
         keep = ((x - top) * factor >= -reach) & (at < vocab)
         one = keep.to(tl.int32)
-        where = count + tl.cumsum(one, 0) - one
+        lines = tl.sum(one, 1)
+        where = (count + tl.cumsum(lines, 0) - lines)[:, None] + tl.cumsum(one, 1) - one
         tl.store(values + where, x, mask=keep & (where < MAX))
         tl.store(ids + where, at, mask=keep & (where < MAX))
-        count += tl.sum(one, 0)
+        count += tl.sum(lines, 0)
 
 
 @triton.jit

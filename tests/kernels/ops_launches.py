@@ -16,7 +16,18 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 
 import torch
-from labkit_kernels import activations, awq_matmul, awq_words, block_copy, few_rows, norms, pooling, rope, sampling
+from labkit_kernels import (
+    activations,
+    awq_matmul,
+    awq_words,
+    block_copy,
+    entries,
+    few_rows,
+    norms,
+    pooling,
+    rope,
+    sampling,
+)
 from labkit_kernels.compile_check import SHARED_MEMORY_BYTES, compile_report, record_launch
 from labkit_kernels.rope_write import Rotary
 
@@ -77,6 +88,10 @@ def _dequantise() -> None:
 
 
 LAUNCHES: dict[str, tuple[ModuleType, str, Callable[[], object]]] = {
+    "entries": (
+        entries, "_write_kernel",
+        lambda: entries.write_entries(empty(257, 512, dtype=torch.int32), empty(2, 64, dtype=torch.int32)),
+    ),
     "norm": (
         norms, "_rms_norm_kernel",
         lambda: norms.add_rms_norm(empty(2048, 4096), empty(2048, 4096), empty(4096), 1e-6),
@@ -105,6 +120,7 @@ LAUNCHES: dict[str, tuple[ModuleType, str, Callable[[], object]]] = {
     "awq words 1": (awq_words, "_words_kernel", _awq_words(1)),
     "awq words 16": (awq_words, "_words_kernel", _awq_words(16)),
     "awq words 64": (awq_words, "_words_kernel", _awq_words(64)),
+    "awq words 256": (awq_words, "_words_kernel", _awq_words(256)),
     "awq words dequantise": (
         awq_words, "_dequantise_kernel", lambda: awq_words.words_dequantise(_turned(), BF16),
     ),
