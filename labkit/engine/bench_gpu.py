@@ -326,14 +326,12 @@ def run_bench(on_progress: Callable[[str], None], on_rows: Callable[[dict[str, d
     measure("steps_graphs", lambda: prompt_steps(bench, enforce_eager=False))
     measure("steps_eager", lambda: prompt_steps(bench, enforce_eager=True))
     measure("after_changes", lambda: decode_after_changes(bench))
+    measure("nano_no_overlap", lambda: bench.throughput("nano, no overlap", nano_jobs(), overlap=False))
+    measure("mixed_eager", lambda: bench.mixed_load(enforce_eager=True))
     large = Bench(LARGE_MODEL, on_progress)
     measure("large", lambda: large.many_at_once(LARGE_STEP_TOKENS))
     measure("alone", lambda: large.throughput("1 × 512→256", [(512, 256)], rounds=2))
     measure("large_8192", lambda: large.many_at_once(8192))
-    # The pools below take what its weights had.
-    del large.decoder
-    measure("nano_no_overlap", lambda: bench.throughput("nano, no overlap", nano_jobs(), overlap=False))
-    measure("mixed_eager", lambda: bench.mixed_load(enforce_eager=True))
     return {**bench.steps, **large.steps}
 
 
