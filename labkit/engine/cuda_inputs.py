@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from labkit_kernels.entries import pack_entries, write_entries
 from labkit_kernels.sampling import SamplingTensors
 
 from labkit.engine.batch import ScheduledBatch
@@ -59,11 +60,10 @@ class SlotTables:
         flat = np.concatenate(
             [np.arange(slot * width + start, slot * width + stop) for slot, start, stop in self._changes]
         )
-        packed = np.stack((flat, self.host.reshape(-1)[flat].astype(np.int64)))
-        on_device = torch.from_numpy(packed)
+        entries = torch.from_numpy(pack_entries(flat, self.host.reshape(-1)[flat]))
         if self.device.is_cuda:
-            on_device = on_device.pin_memory().to(self.device.device, non_blocking=True)
-        self.device.view(-1).index_copy_(0, on_device[0], on_device[1].to(torch.int32))
+            entries = entries.pin_memory().to(self.device.device, non_blocking=True)
+        write_entries(self.device, entries)
         self._changes = []
 
     def _take_parameters(self, sequence: Sequence, slot: int) -> None:
