@@ -170,3 +170,19 @@ def test_the_verdict_on_reserved_memory_follows_the_measurement(monkeypatch, exc
     found = limits.c19()
     assert found.verdict == verdict
     assert found.numbers["measured on"] == "X, 2026-11-30"
+
+
+def test_measured_bandwidth_and_paging_are_worked_out_of_the_rows(verdicts):
+    row = on_card.card_runs()["rows"]["max-num-seqs"]["details"]
+    # Qwen2-7B: weights but the embedding table that a step does not read whole, 28 layers of 4 KV heads of 128.
+    weights, token = 2 * (7_615_616_512 - 152_064 * 3584), 28 * 4 * 128 * 2 * 2
+    use = {
+        name: (found["num_steps"] * weights + token * found["tokens_read"]) / found["steps_s"]
+        for name, found in row.items()
+    }
+    shown = verdicts["C18"].numbers["change when 300 requests come at once, measured, %"]
+    assert shown == pytest.approx(100 * (use["256"] / use["64"] - 1), abs=0.5)
+    paged = on_card.card_runs()["rows"]["paged"]
+    assert verdicts["C26"].numbers["requests at once, contiguous, measured"] == 11
+    gain = verdicts["C26"].numbers["throughput, paged over contiguous, measured"]
+    assert gain == pytest.approx(paged["paged"] / paged["contiguous"], rel=1e-3)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from labkit.advice.claims.on_card import card_runs, measured_on
+from collections.abc import Iterable
+
+from labkit.advice.claims.on_card import card_row, card_runs, measured_on
 from labkit.advice.claims.verdict import Verdict, burst, judged, planned, served, summed
 from labkit.measure.run_record import RunRecord
 from labkit.measure.summary import summarize
 from labkit.memory.tensors import Sharing
 from labkit.memory.weights import StageLayers, stage_weights_bytes, weight_format
 from labkit.specs import load_model, load_workload
+from labkit.specs.engine_config import EngineConfig
+from labkit.specs.model_spec import ModelSpec
 
 _SMALL, _SEVEN, _CARD, _GIB = "Qwen/Qwen2-0.5B", "Qwen/Qwen2-7B", "A10", 2**30
 
@@ -52,11 +56,25 @@ def c14() -> Verdict:
         "C14",
         "A larger max-model-len can double the time to first token.",
         "wrong" if abs(ratio - 1) < 0.05 else "depends",
-        {f"TTFT p50 at max-model-len {length}, ms": 1e3 * value for length, value in medians.items()},
+        {
+            **{f"TTFT p50 at max-model-len {length}, ms": 1e3 * value for length, value in medians.items()},
+            **_rates("max-model-len", medians, "output tok/s at max-model-len {}, measured, Qwen2-0.5B"),
+        },
         "Same requests, same steps. It turns where the pool is so small that fewer requests run, or where chunked "
         "prefill is off and the token budget has to grow with the length.",
         "simulation",
     )
+
+
+def _rates(key: str, values: Iterable[int], title: str) -> dict[str, float | str]:
+    """Rates that were measured on a card for each of `values`; empty where they were not."""
+    row = card_row(key)
+    if row is None:
+        return {}
+    return {
+        **{title.format(value): row[str(value)] for value in values},
+        "measured with labkit's engine on": measured_on(),
+    }
 
 
 def c15() -> Verdict:
@@ -119,6 +137,7 @@ def c17() -> Verdict:
         numbers[f"plan at {budget}"] = record.plan.verdict
         if found.inter_token_s:
             numbers[f"p99 between tokens at {budget}, ms"] = 1e3 * found.inter_token_s.p99
+    numbers |= _rates("step tokens", rates, "output tok/s at {}, measured")
     return judged(
         "C17",
         "Set max-num-batched-tokens = min(65536, average input x concurrency x 1.2): 49,152 for 1,280 x 32.",
@@ -133,13 +152,33 @@ def c17() -> Verdict:
 
 def _bandwidth(record: RunRecord) -> float:
     """Bytes of weights and KV that the steps read, over their time, GB/s."""
+    tokens = sum(step.num_tokens_stored for step in record.steps)
+    seconds = sum(step.duration_s for step in record.steps)
+    return _read_per_s(record.model, record.plan.config, len(record.steps), tokens, seconds)
+
+
+def _read_per_s(model: ModelSpec, config: EngineConfig, num_steps: int, tokens_read: int, seconds: float) -> float:
     from labkit.engine.step_cost import step_cost
 
-    cost = step_cost(record.model, record.plan.config)
+    cost = step_cost(model, config)
     token = sum(kind.num_layers * kind.token_bytes for kind in cost.kv)
     weights = cost.dense.num_bytes + cost.head.num_bytes
-    read = sum(weights + token * step.num_tokens_stored for step in record.steps)
-    return read / sum(step.duration_s for step in record.steps) / 1e9
+    return (num_steps * weights + token * tokens_read) / seconds / 1e9
+
+
+def _bandwidth_change_measured() -> dict[str, float | str]:
+    row = card_row("max-num-seqs")
+    if row is None:
+        return {}
+    model, config = load_model(_SEVEN), EngineConfig(max_model_len=4096)
+    few, many = (
+        _read_per_s(model, config, found["num_steps"], found["tokens_read"], found["steps_s"])
+        for found in (row["details"][seqs] for seqs in ("64", "256"))
+    )
+    return {
+        "change when 300 requests come at once, measured, %": 100 * (many / few - 1),
+        "measured with labkit's engine on": measured_on(),
+    }
 
 
 def c18() -> Verdict:
@@ -160,6 +199,7 @@ def c18() -> Verdict:
         {
             "change at a light load, %": 100 * changes["light"],
             "change when 300 requests come at once, %": 100 * changes["burst"],
+            **_bandwidth_change_measured(),
         },
         "The knob is a bound: it does nothing while fewer requests than the smaller value are there.",
         "simulation",

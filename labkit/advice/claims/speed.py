@@ -172,11 +172,24 @@ def c26() -> Verdict:
             "requests at once, each with room for max-model-len": at_once,
             "requests at once, paged": max(step.num_running for step in paged.steps),
             "throughput, paged over contiguous": gain,
+            **_paged_measured(),
         },
         "The gain is the ratio of max-model-len to what requests really hold, until another limit binds: large here, "
         "nothing where every request fills its length. The memory in use does not fall: more requests share it.",
-        "simulation",
+        "measured on a card" if card_row("paged") else "simulation",
     )
+
+
+def _paged_measured() -> dict[str, float | str]:
+    row = card_row("paged")
+    if row is None:
+        return {}
+    most = {name: row["details"][name]["most_running"] for name in ("contiguous", "paged")}
+    return {
+        **{f"requests at once, {name}, measured": count for name, count in most.items()},
+        "throughput, paged over contiguous, measured": row["paged"] / row["contiguous"],
+        "measured with labkit's engine on": measured_on(),
+    }
 
 
 def c27() -> Verdict:
