@@ -149,6 +149,7 @@ def show_advice(plan: MemoryPlan, traffic: Workload) -> None:
         out(f"would work: {cure.text}")
     if study:
         out(f"on {traffic.name}, {study.speed.basis}: at most {shown.rate(study.speed.rate, study.speed.unit)}")
+        show_refused(study.speed.record)
     for advice in found:
         out(f"- {advice.title}: {advice.gain}")
         for entry in advice.evidence:
@@ -204,10 +205,7 @@ def show_record(record: RunRecord) -> None:
     out(
         f"  {shown.rate(summary.output_tokens_per_s)} output, {summary.num_finished} of {summary.num_requests} requests"
     )
-    refused = [row for row in record.requests if row.finish_reason.startswith("refused")]
-    if refused:
-        longest = max(refused, key=lambda row: row.input_tokens)
-        out(f"  {shown.count(len(refused))} not served, the longest prompt for one: {longest.finish_reason}")
+    show_refused(record)
     for title, times in (("time to first token", summary.ttft_s), ("between tokens", summary.inter_token_s)):
         if times is not None:
             out(f"  {title}: p50 {shown.duration(times.p50)}, p95 {shown.duration(times.p95)}")
@@ -216,6 +214,14 @@ def show_record(record: RunRecord) -> None:
     predicted, measured = record.plan.breakdown.parts(), record.measured.parts()
     rows = [[PART_TITLES[part], shown.memory(predicted[part]), shown.memory(measured[part])] for part in measured]
     show_table("Memory", ["part", "predicted", "measured"], rows)
+
+
+def show_refused(record: RunRecord) -> None:
+    """Print how many requests were not served, and why the longest was not."""
+    refused = [row for row in record.requests if row.finish_reason.startswith("refused")]
+    if refused:
+        longest = max(refused, key=lambda row: row.input_tokens)
+        out(f"  {shown.count(len(refused))} not served, the longest prompt for one: {longest.finish_reason}")
 
 
 class ProgressLine:

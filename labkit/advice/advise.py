@@ -219,12 +219,14 @@ def _estimate(
         Evidence("KV tokens", f"{count(plan.kv_cache_tokens)} → {count(after.kv_cache_tokens)}"),
         Evidence(f"requests of {count(tokens)} tokens at once", _span(before_requests, after_requests)),
     )
+    # What the change brings with it that the plan before does not have: "A10 has no fp8 units", say.
+    said = [note for note in after.notes if note not in plan.notes and not note.startswith(DOUBT)]
     return Advice(
         rule=proposal.rule,
         title=proposal.title,
         changes=dict(proposal.changes),
         reason=proposal.reason,
-        risk=proposal.risk,
+        risk=" ".join([proposal.risk, *(f"{note}." for note in said)]),
         evidence=evidence,
         gain=_gain_words(cures, gain_share, gain_tokens, after, (before_requests, after_requests), limit),
         gain_share=gain_share,

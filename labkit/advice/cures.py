@@ -9,6 +9,7 @@ from labkit.advice.advise import advise, replan
 from labkit.advice.rules import sure_length
 from labkit.errors import LabkitError
 from labkit.format import count
+from labkit.memory.explain import MADE_BEFOREHAND
 from labkit.memory.log_explanation import Cure
 from labkit.memory.records import MemoryPlan
 from labkit.specs.engine_config import EngineConfig, Knob
@@ -60,4 +61,11 @@ def _flag_text(knob: Knob, value: Any) -> str:
         return f"no {flag}"
     if isinstance(value, bool):
         return flag if value else f"--no-{flag.removeprefix('--')}"
-    return f"{flag} {value}"
+    return (
+        f"a copy of the model made for {flag} {value}" if needs_other_files({knob.name: value}) else f"{flag} {value}"
+    )
+
+
+def needs_other_files(changes: Mapping[str, Any]) -> bool:
+    """Whether `changes` ask for weights in a format that is made beforehand, so for a copy of a 16-bit model."""
+    return changes.get("quantization") in MADE_BEFOREHAND

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from labkit.advice.step_bound import StepBound, step_bound
@@ -55,6 +55,13 @@ _KNOBS: dict[LimitName, str | None] = {
 }
 
 
+_ALSO: dict[LimitName, str] = {
+    "kv_blocks": "they waited for KV blocks",
+    "max_num_seqs": "all places were taken",
+    "max_num_batched_tokens": "steps were full",
+}
+
+
 @dataclass(frozen=True)
 class Evidence:
     """One number that a statement rests on, ready to show: "blocks used", "412 of 412 (100 %)"."""
@@ -102,8 +109,9 @@ def binding_limit(plan: MemoryPlan, record: RunRecord | None = None) -> BindingL
 
 
 def tokens_per_request(plan: MemoryPlan, record: RunRecord | None = None) -> float:
-    """Tokens that a request holds at its end: mean over the run, `max_model_len` where nothing ran."""
-    lengths = [row.input_tokens + row.output_tokens for row in record.requests] if record is not None else []
+    """Tokens that a request holds at its end: mean over those that the run served, `max_model_len` where none."""
+    rows = record.requests if record is not None else ()
+    lengths = [row.input_tokens + row.output_tokens for row in rows if not row.finish_reason.startswith("refused")]
     return sum(lengths) / len(lengths) if lengths else float(plan.config.max_model_len or 1)
 
 
@@ -190,6 +198,14 @@ def _held_back_by(step: StepRow, plan: MemoryPlan) -> LimitName | None:
     return "kv_blocks"
 
 
+def _also_held_back(seconds: Mapping[LimitName, float], name: LimitName, total_s: float) -> str:
+    """What else kept requests waiting, in words, the longest first; "" where nothing did for long."""
+    others = sorted(((held, why) for why, held in seconds.items() if why != name), reverse=True)
+    return "".join(
+        f"; for {share(held, total_s)} {_ALSO[why]}" for held, why in others if held >= HOLDS_BACK_SHARE * total_s
+    )
+
+
 def _measured(plan: MemoryPlan, record: RunRecord) -> BindingLimit:
     seconds: dict[LimitName, float] = {}
     for step in record.steps:
@@ -213,12 +229,27 @@ def _measured(plan: MemoryPlan, record: RunRecord) -> BindingLimit:
     if not total_s or seconds.get(name, 0.0) < HOLDS_BACK_SHARE * total_s:
         span_s = record.steps[-1].start_s + record.steps[-1].duration_s - record.steps[0].start_s
         text = f"at most {of(most_running, 'request')} ran at once and {blocks} blocks were used ({blocks_share})"
+        if not most_running:
+            largest = max(step.num_tokens for step in record.steps)
+            budget = count(plan.config.max_num_batched_tokens)
+            text = (
+                f"each request ended within its step, and no step carried more than {count(largest)} of {budget} tokens"
+            )
         if total_s and total_s >= BUSY_SHARE * span_s:
             evidence.append(("time in steps", share(total_s, span_s)))
             text = f"no request waited for room; {steps.sentence if steps else text}"
             return _limit(steps.name if steps else "compute", text, evidence, record.origin, steps)
         return _limit("traffic", text, evidence, record.origin, steps)
     waited = share(seconds[name], total_s)
+    also = _also_held_back(seconds, name, total_s)
+    if name == "max_num_batched_tokens":
+        full = step_bound(plan, replace(record, steps=tuple(s for s in record.steps if _held_back_by(s, plan) == name)))
+        if full and full.shares["compute"] >= SATURATED_SHARE:
+            text = (
+                f"requests waited for {waited} of the run behind steps full of prompts, and {full.sentence}, so that "
+                f"larger steps would only be longer{also}"
+            ).replace("the steps' time", "these steps' time")
+            return _limit("compute", text, evidence, record.origin, steps)
     if steps and steps.shares["compute"] >= SATURATED_SHARE:
         text = f"{steps.sentence}; requests waited for {waited} of the run, and more at once would not shorten it"
         return _limit("compute", text, evidence, record.origin, steps)
@@ -230,5 +261,5 @@ def _measured(plan: MemoryPlan, record: RunRecord) -> BindingLimit:
         "max_num_batched_tokens": f"requests waited for {waited} of the run while each step carried its "
         f"{count(plan.config.max_num_batched_tokens)} tokens",
     }
-    meanwhile = f"; meanwhile {steps.sentence}" if steps else ""
+    meanwhile = f"{also}; meanwhile {steps.sentence}" if steps else also
     return _limit(name, details[name] + meanwhile, evidence, record.origin, steps)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from labkit.advice.advise import Advice, WhatIf, advise
 from labkit.advice.command import export_plan
-from labkit.advice.cures import cures
+from labkit.advice.cures import cures, needs_other_files
 from labkit.advice.limit import BindingLimit, Evidence, binding_limit
 from labkit.advice.noise import Noise, noise_of
 from labkit.errors import LabkitError
@@ -348,6 +348,8 @@ def _from_plans(
         best = baseline
     limit = binding_limit(best)
     next_changes = advise(best, what_if)
+    # The command is for the model that was asked for, not for a copy of it.
+    cure = next((item for item in next_changes if item.cures and not needs_other_files(item.changes)), None)
     outcome: Outcome = "plan only" if fitting else "nothing fits"
     reasons = [Reason("limit", limit.sentence, limit.evidence, "capacity only; nothing was timed", "")]
     if fitting:
@@ -358,8 +360,7 @@ def _from_plans(
         )
         if next_changes and next_changes[0].cures:
             sentence += f" {next_changes[0].title}: {next_changes[0].gain}."
-    elif next_changes and next_changes[0].cures:
-        cure = next_changes[0]
+    elif cure is not None:
         sentence = f"Does not fit: {limit.sentence}. {cure.title}: {cure.gain}."
         best = cure.plan
         limit = binding_limit(best)

@@ -251,6 +251,18 @@ def _fp8_weights(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit
         )
 
 
+def _awq_weights(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
+    is_wide = plan.config.quantization is None and plan.model.weight_format.kind == "16bit"
+    if plan.verdict != "fits" and limit.name == "weights" and is_wide and not plan.gpu.is_cpu:
+        yield Proposal(
+            "awq-weights",
+            "Take a copy of the model with 4-bit weights (AWQ)",
+            {"quantization": "awq"},
+            "Weights take about a quarter of the memory.",
+            "Outputs change; check quality on your own prompts.",
+        )
+
+
 def _shorter_steps(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
     gaps = summarize(record).inter_token_s if record is not None else None
     target = (plan.config.max_num_batched_tokens or 0) // 2
@@ -291,6 +303,7 @@ RULES: tuple[Rule, ...] = (
     _graphs,
     _prefix_caching,
     _fp8_weights,
+    _awq_weights,
     _shorter_steps,
     _block_size,
     _blocks_override,

@@ -8,7 +8,7 @@ import pytest
 from samples import sample_gpu, sample_plan, sample_record
 
 import labkit
-from labkit.advice import advise, binding_limit, headline
+from labkit.advice import advise, binding_limit, headline, recommend
 from labkit.advice.cures import cures
 from labkit.advice.limit import requests_at_once, tokens_per_request
 from labkit.errors import OutOfRangeError
@@ -172,6 +172,24 @@ def test_cures_are_written_as_they_are_typed():
     plan = labkit.plan(labkit.load_model("Qwen/Qwen2.5-32B-Instruct"), labkit.load_gpu("H100 SXM"), engine="vllm")
     assert any(cure.text.startswith("--enforce-eager: fits then") for cure in cures(plan))
     assert cures(labkit.plan(labkit.load_model("Qwen/Qwen2-0.5B"), labkit.load_gpu("A10"), engine="vllm")) == ()
+
+
+def test_a_card_too_small_for_16_bit_gets_a_4_bit_copy_and_a_command_for_the_model_that_was_asked_for():
+    plan = labkit.plan(labkit.load_model("Qwen/Qwen2-7B"), labkit.load_gpu("T4"), engine="vllm")
+    best = advise(plan)[0]
+    assert (best.rule, best.cures, best.plan.verdict) == ("awq-weights", True, "fits")
+    assert "made beforehand" in best.risk
+    assert "a copy of the model made for --quantization awq: fits then" in cures(plan)[0].text
+    found = recommend([plan])
+    assert found.config.quantization is None
+    assert found.config.tensor_parallel_size == 2
+    assert "awq-weights" not in {item.rule for item in advise(plan_of(max_model_len=8192), what_if)}
+
+
+def test_what_a_change_brings_with_it_is_among_its_risks():
+    plan = labkit.plan(labkit.load_model("Qwen/Qwen2-7B"), labkit.load_gpu("A10"), engine="vllm")
+    risk = next(item.risk for item in advise(plan) if item.rule == "fp8-kv")
+    assert risk.endswith("A10 has no fp8 units: whether fp8 KV works depends on the attention backend.")
 
 
 def test_graphs_are_not_given_up_where_nothing_waits_for_room():

@@ -54,6 +54,37 @@ def test_the_limit_with_the_longest_time_wins_not_the_one_with_the_most_steps():
     assert binding_limit(record.plan, record).name == "kv_blocks"
 
 
+def prompts(index: int, **changes) -> StepRow:
+    return step(index, num_tokens=2048, num_prefill_tokens=2040, num_waiting=3, **changes)
+
+
+def test_full_steps_of_prompts_that_only_compute_are_bound_by_computing_not_by_their_budget():
+    # 2,048 tokens × 7 G parameters × 2 FLOP are 230 ms at an A10's 125 TFLOP/s; the weights are read in 25 ms.
+    plan = labkit.plan(labkit.load_model("Qwen/Qwen2-7B"), labkit.load_gpu("A10"), engine="vllm")
+    assert plan.config.max_num_batched_tokens == 2048
+    waits = [step(index, num_waiting=3) for index in range(10, 13)]
+    record = dataclasses.replace(sample_record(), plan=plan, config=plan.config, model=plan.model, gpu=plan.gpu,
+                                 steps=(*map(prompts, range(10)), *waits, *map(step, range(13, 23))))  # fmt: skip
+    limit = binding_limit(plan, record)
+    assert (limit.name, limit.knob) == ("compute", None)
+    assert "43 % of the run behind steps full of prompts" in limit.sentence
+    assert "larger steps would only be longer; for 13 % they waited for KV blocks" in limit.sentence
+
+
+def test_requests_that_end_within_their_step_are_not_none():
+    record = record_with([step(index, num_running=0, num_blocks_used=0, num_tokens=40, duration_s=0.1)
+                          for index in range(5)])  # fmt: skip
+    sentence = binding_limit(record.plan, record).sentence
+    assert "each request ended within its step, and no step carried more than 40 of 64 tokens" in sentence
+
+
+def test_refused_requests_do_not_count_among_those_at_once():
+    record = sample_record()
+    refused = dataclasses.replace(record.requests[0], input_tokens=10**6, finish_reason="refused: too long")
+    more = dataclasses.replace(record, requests=(*record.requests, refused))
+    assert tokens_per_request(more.plan, more) == tokens_per_request(record.plan, record)
+
+
 @pytest.mark.parametrize(("waiting_steps", "name"), [(4, "compute"), (5, "max_num_seqs")])
 def test_less_than_five_percent_of_waiting_does_not_bind(waiting_steps, name):
     waiting = [step(index, num_waiting=1, num_running=16) for index in range(waiting_steps)]
