@@ -55,7 +55,7 @@ def step_peak(facts, shape):
 
 def compare(spec, max_tokens, **knobs):
     config = EngineConfig(**{**KNOBS, "max_num_batched_tokens": max_tokens, **knobs})
-    decoder = load_model_weights(spec, dtype="float32", load_format="dummy", pack_weights=False)
+    decoder = load_model_weights(spec, dtype=config.dtype, load_format="dummy", pack_weights=False)
     plan = bare_plan(spec, config, 200, 0)
     executor = CudaExecutor(decoder, plan)
     memory, facts = executor._allocated, step_model(spec, CARD, config)
@@ -86,10 +86,20 @@ def compare(spec, max_tokens, **knobs):
     return rows
 
 
+def gemma(*layers, **changes):
+    """A model without fused kernels: offset norms in float32, norms behind each block, scaled embeddings."""
+    return make_spec(
+        norm_offset=True, sandwich_norms=True, norms_per_layer=4, hidden_act="gelu_pytorch_tanh", layers=layers,
+        scale_embeddings=True, model_type="gemma2", **changes,
+    )  # fmt: skip
+
+
 def main():
     skip_kernels()
     torch.set_num_threads(1)
     wide = LayerSpec(kind="full", num_heads=8, num_kv_heads=2, head_dim=128)
+    wider = dataclasses.replace(wide, num_heads=16, num_kv_heads=4)
+    window = dataclasses.replace(wide, kind="sliding", window=64)
     print(
         json.dumps(
             {
@@ -100,6 +110,15 @@ def main():
                     make_spec(qk_norm=True, layers=(wide,) * 4), 256, max_model_len=8192
                 ),
                 "8-bit KV": compare(make_spec(), 256, kv_cache_dtype="int8_per_token_head"),
+                "plain, widest in the MLP": compare(gemma(window, wide, window, intermediate_size=4096), 512),
+                "plain, widest in attention": compare(gemma(wider, wider, wider), 1024),
+                "plain, heads with a norm": compare(gemma(wider, wider, wider, qk_norm=True), 1024),
+                "plain, soft-capped logits": compare(
+                    gemma(wide, wide, vocab_size=65536, final_softcap=20.0), 128, dtype="bfloat16"
+                ),
+                "no gate, a layer without rotation": compare(
+                    make_spec(gated_mlp=False, layers=(wider, dataclasses.replace(wider, uses_rope=False))), 1024
+                ),
             }
         )
     )

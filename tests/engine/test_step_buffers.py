@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 CASES = (
-    "widest in attention", "widest in the MLP", "widest in sampling", "norm of heads, long tables", "8-bit KV"
+    "widest in attention", "widest in the MLP", "widest in sampling", "norm of heads, long tables", "8-bit KV",
+    "plain, widest in the MLP", "plain, widest in attention", "plain, heads with a norm", "plain, soft-capped logits",
+    "no gate, a layer without rotation",
 )  # fmt: skip
 
 

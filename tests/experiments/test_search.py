@@ -147,6 +147,9 @@ def test_no_difference_is_said():
     found = search(simulate=lambda point: Outcome(100.0), launch=lambda point: Outcome(100.0))
     assert not found.is_different
     assert found.sentence.startswith("No difference")
+    # The default is the best, and gains nothing over itself whatever the noise.
+    assert found.best.point == POINTS[0]
+    assert (found.gain, found.gain_range) == (0, (0, 0))
 
 
 def test_refused_points_cost_no_launch_and_limits_hold():

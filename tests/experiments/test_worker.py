@@ -58,8 +58,8 @@ def prepare_and_run(worker, events, order):
     run(worker, events, order)
 
 
-def works_again(worker):
-    events = Events()
+def works_again(worker, events=None):
+    events = Events() if events is None else events
     prepare(worker, events)
     answer = run(worker, events)
     return answer["status"] == "finished" and sum(event["type"] == "rows" for event in events) == 4
@@ -183,7 +183,9 @@ def test_cancel_of_work_that_does_not_listen_returns_at_once_and_the_next_run_wo
     monkeypatch.setattr("labkit.experiments.worker.DRAIN_S", 0.2)
     with pytest.raises(CancelledError):
         run(worker, events, "fault:hang@step", cancel=set_after(0.05))
-    assert works_again(worker)
+    events = Events()
+    assert works_again(worker, events)
+    assert "did not stop within 0.2 s; the worker is restarted" in events.logs()
     assert DRAIN_S > 0.2
     assert worker.generation == 2
 
