@@ -210,3 +210,19 @@ def test_a_wanted_release(version, torch, driver, status, word):
     check = check_wanted(replace(_machine((9, 0), driver), torch_facts=torch), version)
     assert check.status == status, check
     assert word in check.cause
+
+
+@pytest.mark.parametrize(
+    ("machine", "steps"),
+    [
+        (_machine((9, 0), "580.95", glibc="2.17"), ("container",)),
+        (_machine((9, 0), "450.80"), ("driver",)),
+        (_machine((9, 0), "580.95", python="3.6.1"), ("uv venv",)),
+        (_machine((9, 0), "450.80", python="3.6.1", glibc="2.17"), ("container", "driver", "uv venv")),
+        (_machine((6, 0), "580.95"), ("below vLLM's floor of 7.0",)),
+    ],
+)
+def test_where_nothing_runs_only_what_would_help_is_advised(machine, steps):
+    fix = {check.name: check for check in find_vllm(machine).checks}["answer"].fix
+    every = ("container", "driver", "uv venv", "below vLLM's floor of 7.0")
+    assert {step for step in every if step in fix} == set(steps), fix
