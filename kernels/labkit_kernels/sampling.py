@@ -95,8 +95,11 @@ def _reach(index, PIVOTS: tl.constexpr):
 
 
 @triton.jit
-def _pivot_sums(logits, first, vocab, top, factor, PIVOTS: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr):
-    """How many tokens of a part, and what mass relative to the top's, lie within each pivot's reach of it."""
+def _pivot_sums(
+    logits, first, vocab, top, factor,
+    BY_MASS: tl.constexpr, PIVOTS: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """How many tokens of a part, and BY_MASS what mass relative to the top's, lie within each pivot's reach of it."""
     reach = _reach(tl.arange(0, PIVOTS), PIVOTS)
     counts = tl.zeros([PIVOTS, TILE], tl.int32)
     masses = tl.zeros([PIVOTS, TILE], tl.float32)
@@ -105,7 +108,8 @@ def _pivot_sums(logits, first, vocab, top, factor, PIVOTS: tl.constexpr, PART: t
         z = (load_logits(logits, at, vocab) - top) * factor
         near = (z[None, :] >= -reach[:, None]) & (at < vocab)[None, :]
         counts += near.to(tl.int32)
-        masses += tl.where(near, tl.exp2(z)[None, :], 0.0)
+        if BY_MASS:
+            masses += tl.where(near, tl.exp2(z)[None, :], 0.0)
     return tl.sum(counts, 1), tl.sum(masses, 1)
 
 
@@ -304,11 +308,15 @@ def _parts_kernel(
     ids = ints + row * (MAX + parts * WIDTH)
     floats, ints = values + MAX, ids + MAX
     top, _top_id = _row_top(floats, ints, parts, PARTS, WIDTH)
-    draws, filters, factor, _k, _p, least = _row_parameters(temperature, top_k, top_p, min_p, row, vocab, top)
+    draws, filters, factor, k, _p, least = _row_parameters(temperature, top_k, top_p, min_p, row, vocab, top)
     first = part * PART
     if draws:
         if filters:
-            counts, masses = _pivot_sums(logits, first, vocab, top, factor, PIVOTS, PART, PIVOT_TILE)
+            # Top-k finds its threshold by counting alone.
+            if k > 0:
+                counts, masses = _pivot_sums(logits, first, vocab, top, factor, False, PIVOTS, PART, PIVOT_TILE)
+            else:
+                counts, masses = _pivot_sums(logits, first, vocab, top, factor, True, PIVOTS, PART, PIVOT_TILE)
             tl.store(ints + part * WIDTH + 2 + tl.arange(0, PIVOTS), counts)
             tl.store(floats + part * WIDTH + 2 + tl.arange(0, PIVOTS), masses)
         elif least > float("-inf"):
