@@ -19,9 +19,8 @@ from labkit.experiments.measured_memory import MeasuredMemory
 from labkit.experiments.refusals import does_not_fit
 from labkit.measure.run_record import RequestRow, RunRecord, StepRow
 from labkit.memory import plan as memory_plan
-from labkit.memory.dtypes import compute_dtype
+from labkit.memory.card_parts import why_eager
 from labkit.memory.records import MemoryPlan
-from labkit.memory.weights import weight_format
 from labkit.specs import prompt_token_ids
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
@@ -29,7 +28,7 @@ from labkit.specs.model_spec import ModelSpec
 from labkit.specs.workload import Workload
 
 IsCancelled = Callable[[], bool]
-_ASK_EVERY, _GROUPED_FROM = 16, 9.0
+_ASK_EVERY = 16
 _METRICS = {"output_tokens_per_s": "output tokens per second", "itl_p99_s": "p99 between tokens"}
 
 
@@ -128,7 +127,7 @@ def virtual_engine(plan: MemoryPlan, constants: StepConstants, seed: int = 0) ->
 def step_time_model(plan: MemoryPlan, constants: StepConstants) -> StepTimeModel:
     """How long steps take under `plan`, launched as its engine launches them."""
     config = plan.config
-    captures = _routes_on_card(plan)
+    captures = not why_eager(plan.model, plan.gpu, config)
     launch = vllm_launch_rules(config) if plan.engine == "vllm" else labkit_rules(config, captures=captures)
     model = StepTimeModel(step_cost(plan.model, config), plan.gpu, constants, launch)
     if plan.engine == "vllm":
@@ -139,16 +138,6 @@ def step_time_model(plan: MemoryPlan, constants: StepConstants) -> StepTimeModel
     if not is_captured:
         return model
     return replace(model, launch=labkit_rules(config, captures=captures, largest=True))
-
-
-def _routes_on_card(plan: MemoryPlan) -> bool:
-    """Whether labkit's engine needs no look at the router on the host, as `labkit.models.moe` has it: all experts in
-    one bfloat16 product, from compute capability 9.0 on."""
-    if plan.model.moe is None:
-        return True
-    is_wide = weight_format(plan.model, plan.config.quantization).kind == "16bit"
-    capability = float(plan.gpu.compute_capability or 0.0)
-    return is_wide and compute_dtype(plan.model, plan.config) == "bfloat16" and capability >= _GROUPED_FROM
 
 
 class VirtualRun:

@@ -39,8 +39,8 @@ STEP_LAUNCHES = 35
 NUM_STREAMS = 2
 # Weight formats that the engine keeps on a card.
 KEPT_FORMATS = ("fp8", "awq")
-# As `labkit.models.moe`: from this capability on the product of all experts does not wait for the host.
-GROUPED_FROM = 90
+# As `labkit.models.moe`: from this capability on, and for such widths, the product of all experts needs no host.
+GROUPED_FROM, GROUPED_MULTIPLE = 90, 8
 
 
 @dataclass(frozen=True)
@@ -262,6 +262,9 @@ def why_eager(model: ModelSpec, gpu: GpuSpec, config: EngineConfig) -> str:
         return "experts that are not stored in 16 bit are visited one by one"
     if compute_dtype(model, config) != "bfloat16" or architecture(gpu) < GROUPED_FROM:
         return "the product of all experts at once takes bfloat16 and compute capability 9.0"
+    width = model.moe.intermediate_size // config.tensor_parallel_size
+    if width % GROUPED_MULTIPLE or model.hidden_size % GROUPED_MULTIPLE:
+        return f"the product of all experts at once takes widths that are multiples of {GROUPED_MULTIPLE}"
     return ""
 
 

@@ -365,3 +365,35 @@ def test_parts_of_a_rank_of_two(name, weights, activation, blocks):
     assert (sizes.weights_bytes, sizes.block_tables_bytes) == (weights, 16391984)
     assert sizes.activation_bytes == activation
     assert found.num_gpu_blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("capability", "quantization", "dtype", "width", "captures"),
+    [
+        ("9.0", None, "bfloat16", 768, True), ("10.0", None, "bfloat16", 768, True),
+        ("8.9", None, "bfloat16", 768, False), ("9.0", None, "float16", 768, False),
+        ("9.0", "fp8", "bfloat16", 768, False), ("9.0", None, "bfloat16", 764, False),
+        # Formats of files that the engine undoes while loading are tensors in 16 bit, as the others.
+        ("9.0", "gguf", "bfloat16", 768, True),
+    ],
+)  # fmt: skip
+def test_the_virtual_engine_captures_experts_where_the_plan_does(capability, quantization, dtype, width, captures):
+    """As `labkit.models.moe.reads_on_host` decides over the tensors themselves."""
+    from dataclasses import replace
+
+    from labkit.engine.step_constants import load_constants
+    from labkit.experiments.virtual_run import step_time_model
+    from labkit.memory import plan
+    from labkit.memory.card_parts import why_eager
+    from labkit.specs import load_gpu, load_model
+    from labkit.specs.model_spec import WeightFormat
+
+    model = load_model("Qwen/Qwen3-30B-A3B")
+    model = model.replace(moe=replace(model.moe, intermediate_size=width))
+    if quantization == "gguf":
+        model, quantization = model.replace(weight_format=WeightFormat("gguf", bits=16)), None
+    gpu = replace(load_gpu("H200"), compute_capability=capability)
+    config = EngineConfig(max_model_len=2048, dtype=dtype, quantization=quantization)
+    found = plan(model, gpu, config, engine="labkit")
+    assert bool(why_eager(model, gpu, found.config)) != captures
+    assert bool(step_time_model(found, load_constants()).launch.graph_sizes) == captures
