@@ -156,13 +156,22 @@ class BlockPool:
         """
         if len(set(block_ids)) != len(block_ids):
             raise BlockError(f"a table names a block twice: {list(block_ids)}")
-        for block_id in block_ids:
-            if not 0 <= block_id < self.num_blocks or self._ref_counts[block_id] < 1:
-                raise BlockError(f"block {block_id} is freed but nobody holds it")
+        if not self._are_held(block_ids):
+            wrong = next(block_id for block_id in block_ids if not self._are_held([block_id]))
+            raise BlockError(f"block {wrong} is freed but nobody holds it")
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 self._release(block_id)
+
+    def _are_held(self, block_ids: Sequence[int]) -> bool:
+        if not block_ids:
+            return True
+        return (
+            min(block_ids) >= 0
+            and max(block_ids) < self.num_blocks
+            and all(map(self._ref_counts.__getitem__, block_ids))
+        )
 
     def find(self, key: BlockKey) -> int | None:
         """The block with exactly this content, or None."""

@@ -118,11 +118,17 @@ class StepTimeModel:
         """Part → seconds, [steps] each; `seconds` is their sum. The host's part is what the card does not hide."""
         tokens, sampled, is_eager = self._launched(load)
         device = {**self._by_tokens(tokens), **self._by_rows(sampled), **self._by_context(load)}
-        return {**device, "host": self._shown_host_seconds(load, is_eager, _sum(device))}
+        return {**device, "host": self._shown_host_seconds(*self._host_seconds(load, is_eager), _sum(device))}
 
-    def _device_seconds(self, load: StepLoad, tokens: Array, sampled: Array) -> Array:
-        """Seconds of the card, [steps]; `tokens` and `sampled` rows are those of the step as launched."""
-        return _sum(self._by_tokens(tokens)) + _sum(self._by_rows(sampled)) + _sum(self._by_context(load))
+    def _by_counts(self, load: StepLoad) -> tuple[Array, Array, Array]:
+        """What depends on the numbers of tokens and requests alone, [steps] each: seconds of the card, those of putting
+        the step together on the host, and those of launching its kernels."""
+        tokens, sampled, is_eager = self._launched(load)
+        return (self._counted_seconds(tokens, sampled), *self._host_seconds(load, is_eager))
+
+    def _counted_seconds(self, tokens: Array, sampled: Array) -> Array:
+        """Seconds of the card for so many tokens and sampled rows, as launched, [steps]."""
+        return _sum(self._by_tokens(tokens)) + _sum(self._by_rows(sampled))
 
     def _by_context(self, load: StepLoad) -> dict[str, Array]:
         """Part → seconds of the card that depend on which requests are in the step, [steps] each."""
@@ -168,9 +174,8 @@ class StepTimeModel:
         alone = 0.0 if self.launch.graph_sizes else c.eager_step_s + c.eager_layer_s * self.cost.num_layers
         return host + self._between_kernels_s, np.asarray(alone)
 
-    def _shown_host_seconds(self, load: StepLoad, is_eager: Array, busy: Array) -> Array:
+    def _shown_host_seconds(self, host: Array, launching: Array, busy: Array) -> Array:
         """Host seconds that the card does not hide while it is `busy`, [steps]."""
-        host, launching = self._host_seconds(load, is_eager)
         if self.launch.overlaps:
             return np.maximum(0.0, host + launching - busy)
         # The host runs ahead of the card while it launches, so what counts is whichever is slower.
@@ -179,9 +184,9 @@ class StepTimeModel:
     def seconds(self, load: StepLoad) -> Array:
         """Seconds from the start of each step to the start of the next, [steps]; with an overlapping host, of a step
         among others like it."""
-        tokens, sampled, is_eager = self._launched(load)
-        busy = self._device_seconds(load, tokens, sampled)
-        return (busy + self._shown_host_seconds(load, is_eager, busy)) * self.constants.correction
+        counted, host, launching = self._by_counts(load)
+        busy = counted + _sum(self._by_context(load))
+        return (busy + self._shown_host_seconds(host, launching, busy)) * self.constants.correction
 
     def decode_seconds(self, contexts: Array, num_steps: int) -> Array:
         """Seconds of the next `num_steps` steps in which nothing but decode happens, [num_steps].
@@ -200,9 +205,8 @@ class StepTimeModel:
 
     def overlapped(self, load: StepLoad) -> OverlappedSeconds:
         """Seconds of each step for `StepClock`."""
-        tokens, sampled, is_eager = self._launched(load)
-        host, launching = self._host_seconds(load, is_eager)
-        device = self._device_seconds(load, tokens, sampled) * self.constants.correction
+        counted, host, launching = self._by_counts(load)
+        device = (counted + _sum(self._by_context(load))) * self.constants.correction
         shape = 0.0 * device
         return OverlappedSeconds((host + shape).tolist(), (launching + shape).tolist(), device.tolist())
 
@@ -213,7 +217,8 @@ class StepTimeModel:
         load = StepLoad(tokens, np.ones(1), np.ones(1), nothing, nothing, num_prompt_tokens=tokens)
         c = self.constants
         launching = c.eager_step_s + (c.eager_layer_s + c.eager_prompt_layer_s) * self.cost.num_layers
-        return launching > float(self._device_seconds(load, tokens, np.ones(1))[0])
+        busy = self._counted_seconds(tokens, np.ones(1)) + _sum(self._by_context(load))
+        return launching > float(busy[0])
 
     @cached_property
     def _between_kernels_s(self) -> float:
@@ -304,7 +309,7 @@ class StepTimeModel:
 
     def _prefill(self, load: StepLoad) -> Array:
         c, tokens = self.constants, load.num_prompt_tokens
-        if not any(pairs.any() for pairs in load.pairs):
+        if not any(map(np.count_nonzero, load.pairs)):
             return 0.0 * load.num_tokens
         peak = float(self.gpu.bf16_flops or self.gpu.fp16_flops or 0.0) * c.attention_efficiency
         total = 0.0 * load.num_tokens
@@ -333,14 +338,22 @@ class StepTimeModel:
 
 @dataclass(frozen=True)
 class TabulatedStepTimes(StepTimeModel):
-    """The same model for an engine that asks for few steps at a time: what depends on tokens or rows alone is computed
-    once for each number of them.
+    """The same model for an engine that asks for few steps at a time: what depends on counts alone is computed once.
 
     Attributes:
         max_tokens: tokens of a step, at most.
     """
 
     max_tokens: int = 0
+    _decodes: dict[tuple[float, ...], tuple[Array, Array, Array]] = field(default_factory=dict, init=False, repr=False)
+
+    def _by_counts(self, load: StepLoad) -> tuple[Array, Array, Array]:
+        if load.num_tokens.size > 1 or load.num_prompt_tokens.any():
+            return super()._by_counts(load)
+        key = (load.num_tokens.item(), load.num_seqs.item(), load.num_sampled.item())
+        if key not in self._decodes:
+            self._decodes[key] = super()._by_counts(load)
+        return self._decodes[key]
 
     @cached_property
     def _tables(self) -> tuple[Array, Array]:
@@ -349,11 +362,11 @@ class TabulatedStepTimes(StepTimeModel):
         counts = np.arange(min(most, _MOST_TABULATED) + 1.0)
         return _sum(self._by_tokens(counts)), _sum(self._by_rows(counts))
 
-    def _device_seconds(self, load: StepLoad, tokens: Array, sampled: Array) -> Array:
+    def _counted_seconds(self, tokens: Array, sampled: Array) -> Array:
         by_tokens, by_rows = self._tables
         if max(tokens.tolist()) >= len(by_tokens):
-            return super()._device_seconds(load, tokens, sampled)
-        return by_tokens[tokens.astype(int)] + by_rows[sampled.astype(int)] + _sum(self._by_context(load))
+            return super()._counted_seconds(tokens, sampled)
+        return by_tokens[tokens.astype(int)] + by_rows[sampled.astype(int)]
 
 
 def _sum(parts: dict[str, Array]) -> Array:

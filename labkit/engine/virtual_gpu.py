@@ -192,13 +192,14 @@ class VirtualEngine(Engine):
             return None
         if self._overlaps and not self._all_in_flight(running):
             return None
-        computed = np.array([entry.num_computed_tokens for entry in running])
-        room = np.array([len(entry.block_table) for entry in running]) * self._scheduler.pool.block_size
+        block_size = self._scheduler.pool.block_size
+        computed = [entry.num_computed_tokens for entry in running]
+        room = [len(entry.block_table) * block_size for entry in running]
         num_steps = min(_MOST_STEPS, min(entry.max_tokens - entry.num_output_tokens for entry in running))
         num_steps = self._steps_with_blocks(computed, room, num_steps)
         if num_steps < 1:
             return None
-        ends, done = self._times(computed + 1.0, num_steps)
+        ends, done = self._times(np.array(computed) + 1.0, num_steps)
         num_steps = min(num_steps, 1 + int(ends[:-1].searchsorted(until_s)) + extra_steps)
         starts = np.concatenate(([self.gpu.now_s], ends[: num_steps - 1]))
         jump = self._take(computed, room, starts, ends[:num_steps])
@@ -236,7 +237,7 @@ class VirtualEngine(Engine):
         self._in_flight = (batch, ([self.gpu.token_of(entry) for entry in running], float(done_s)))
         self.gpu.time.card_s = float(done_s)
 
-    def _steps_with_blocks(self, computed: np.ndarray, room: np.ndarray, num_steps: int) -> int:
+    def _steps_with_blocks(self, computed: list[int], room: list[int], num_steps: int) -> int:
         """As many of `num_steps` steps as the pool has blocks for."""
         size, available = self._scheduler.pool.block_size, self._scheduler.pool.num_available
         if self._overlaps and len(room) == 1:
@@ -245,9 +246,10 @@ class VirtualEngine(Engine):
 
         if len(room) * (num_steps // size + 1) <= available:
             return num_steps
+        beyond = np.array(computed) - np.array(room)
 
         def needed(steps: int) -> int:
-            return int((-(-np.maximum(0, computed + steps - room) // size)).sum())
+            return int((-(-np.maximum(0, beyond + steps) // size)).sum())
 
         low, high = 0, num_steps
         while low < high and needed(high) > available:
@@ -260,11 +262,10 @@ class VirtualEngine(Engine):
                 return low - 1
         return high
 
-    def _take(self, computed: np.ndarray, room: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Jump:
+    def _take(self, computed: list[int], room: list[int], starts: np.ndarray, ends: np.ndarray) -> Jump:
         scheduler, pool = self._scheduler, self._scheduler.pool
         running, num_steps = list(scheduler.running), len(ends)
-        waste = int((room - computed).sum())
-        before, times, firsts = pool.num_used, ends.tolist(), computed.tolist()
+        before, times, waste = pool.num_used, ends.tolist(), sum(room) - sum(computed)
         for entry in running:
             if self._overlaps:
                 entry.token_ids.pop()
@@ -274,7 +275,7 @@ class VirtualEngine(Engine):
         for step, is_full, number in _block_events(computed, room, num_steps, pool.block_size):
             entry = running[number]
             if is_full:
-                entry.num_computed_tokens = firsts[number] + step + 1
+                entry.num_computed_tokens = computed[number] + step + 1
                 scheduler.register_full_blocks(entry)
             else:
                 scheduler.extend(entry, 1)
@@ -282,7 +283,7 @@ class VirtualEngine(Engine):
         # Free blocks go first, then cached ones.
         more = np.bincount(taken_at, minlength=num_steps).cumsum() if taken_at else np.zeros(num_steps, dtype=int)
         used, cached = before + more, num_cached - np.maximum(0, more - num_free)
-        for entry, done in zip(running, firsts, strict=True):
+        for entry, done in zip(running, computed, strict=True):
             entry.num_computed_tokens = done + num_steps
             entry.token_times_s.extend(times)
             entry.first_token_s = entry.token_times_s[0]
@@ -309,12 +310,10 @@ class VirtualEngine(Engine):
         return finished
 
 
-def _block_events(
-    computed: np.ndarray, room: np.ndarray, num_steps: int, block_size: int
-) -> list[tuple[int, int, int]]:
+def _block_events(computed: list[int], room: list[int], num_steps: int, block_size: int) -> list[tuple[int, int, int]]:
     """(step, 0 a block is needed | 1 a block is full, sequence), in the order in which single steps do it."""
     events = []
-    for number, (done, places) in enumerate(zip(computed.tolist(), room.tolist(), strict=True)):
+    for number, (done, places) in enumerate(zip(computed, room, strict=True)):
         events += [(step, 0, number) for step in range(places - done, num_steps, block_size)]
         first = -(done + 1) % block_size
         events += [(step, 1, number) for step in range(first, num_steps, block_size)]
