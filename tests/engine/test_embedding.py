@@ -133,3 +133,7 @@ def test_refusals(model_and_decoder):
 
     with pytest.raises(UnsupportedError, match="no hidden states"):
         embed(Engine(None, make_engine(decoder).plan, executor=NoHidden()), [[1]])
+    engine = make_engine(decoder)
+    engine.reconfigure(bare_plan(decoder.spec, engine.plan.config.replace(tensor_parallel_size=2), 32, 0))
+    with pytest.raises(UnsupportedError, match="no hidden states"):
+        embed(engine, [[1]])
