@@ -94,7 +94,7 @@ def draw_l2(info: L2Info, theme: str = "light", narrow: bool = False) -> go.Figu
     title = f"DRAM reads ({unit})"
     if peak:
         figure.add_vline(x=peak, line={"color": BASELINE, "dash": "dash"}, **places[1])
-        title += f"<br>dashed: data sheet {fmt.bandwidth(info.peak_bytes_per_s)}"
+        title += f"<br>dashed: data sheet{'<br>' if narrow else ' '}{fmt.bandwidth(info.peak_bytes_per_s)}"
     # Beyond the longest bar there is room for its number.
     figure.update_xaxes(title_text="hits (%)", range=[0, 124], tickvals=[0, 25, 50, 75, 100], **places[0])
     figure.update_xaxes(title_text=title, range=[0, max(1.34 * max(speeds), 1.04 * peak)], **places[1])

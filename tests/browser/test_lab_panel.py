@@ -114,6 +114,9 @@ UNNAMED = """() => {
   return [...controls].filter((element) => !name(element)).map((element) => element.outerHTML.slice(0, 120));
 }"""
 MODEBAR = "() => [...document.querySelectorAll('.lk-panel .modebar-btn')].map((one) => one.dataset.title)"
+SAID_GONE = """() => [...document.querySelectorAll('.lk-panel, .lk-panel *')]
+  .map((element) => getComputedStyle(element, '::before'))
+  .filter((style) => style.content.includes('kernel was restarted'))"""
 LOOKS = """() => {
   const words = document.querySelector('.lk-answer .lk-words');
   const chart = document.querySelector('.lk-plot .xtitle');
@@ -173,3 +176,7 @@ def test_set_run_and_pin_by_keyboard_alone(chromium, fresh_lab):
     page.keyboard.press("Enter")
     page.locator(".lk-runs tr.lk-pinned").wait_for(timeout=5_000)
     assert watched.errors == []
+
+    # The panel of a kernel that was restarted says so once.
+    page.evaluate("() => globalThis.jupyterapp.shell.currentWidget.context.sessionContext.session.kernel.restart()")
+    page.wait_for_function(f"() => ({SAID_GONE})().length === 1", timeout=60_000)

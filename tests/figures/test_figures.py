@@ -230,7 +230,7 @@ def test_a_hit_rate_never_stands_without_bandwidth_and_method():
     figure = l2.draw_l2(info)
     assert list(figure.data[0].x) == pytest.approx([41.2, 50.0])
     assert list(figure.data[1].x) == pytest.approx([180.5, 250.0])
-    assert "data sheet 300 GB/s" in figure.layout.xaxis2.title.text
+    assert "dashed: data sheet 300 GB/s" in figure.layout.xaxis2.title.text
     assert list(figure.data[0].marker.pattern.shape) == [".", ""]
     assert "simulated" in figure.layout.yaxis.ticktext[0]
     assert all("GB/s" in row[2] for row in l2.table(info))
