@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ _PLACES = MappingProxyType(
         "plan": "memory",
     }
 )
+# Rooms that a notebook asks for by name: `labkit.widgets.doctor_panel()` without an import of its own.
+_ROOMS = frozenset({"advice", "doctor", "figures", "measure", "report", "specs", "widgets"})
 __all__ = ["EngineConfig", "RunStore", "Session", "__version__", "load_gpu", "load_model", "load_workload", "plan"]
 
 
@@ -35,8 +38,10 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("labkit")
+    if name in _ROOMS:
+        return import_module(f"{__name__}.{name}")
     return lazy_attribute(__name__, _PLACES, name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted([*__all__, *_ROOMS])

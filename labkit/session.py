@@ -30,7 +30,18 @@ class Session(LabSession):
     ```
 
     Without the panel: `session.plan(block_size=32)`, `session.run(block_size=32)`, `session.sweep({"block_size": [8,
-    16, 32]})`, `session.report()`. Arguments, `plan`, `run`, `cancel` and `close` as in `LabSession`.
+    16, 32]})`, `session.report()`; `plan`, `run`, `cancel` and `close` are those of `LabSession`.
+
+    Args:
+        model: catalogue name, hub id, folder, config.json or .gguf file, or a `ModelSpec`.
+        gpu: catalogue name, "auto" (the card of this machine, or the CPU), "cpu", a card's .json file, or a `GpuSpec`.
+        workload: name of a trace or a file, or a `Workload`; needed for runs.
+        config: the knobs from which `plan` and `run` start.
+        store: where runs are kept: a file or an SQLAlchemy URL; None for the user's own store.
+        num_threads, memory_limit_bytes, runner: of the worker, see `LabSession`.
+
+    Raises:
+        LabkitError: something of these cannot be read; says what.
     """
 
     @classmethod
@@ -83,11 +94,12 @@ class Session(LabSession):
             self.store.save(record)
         return record
 
-    def recall(self, run_ids: Sequence[str] | None = None, *, limit: int = 10) -> tuple[RunRecord, ...]:
+    def recall(self, run_ids: str | Sequence[str] | None = None, *, limit: int = 10) -> tuple[RunRecord, ...]:
         """Bring runs of the store into this session, as if they had been made in it.
 
         Args:
-            run_ids: which; by default the newest `limit` of this model, on this card or on the machine that runs here.
+            run_ids: one or several; by default the newest `limit` of this model, on this card or on the machine that
+                runs here.
 
         Returns:
             What came in, oldest first; empty where there is nothing more.
@@ -96,6 +108,8 @@ class Session(LabSession):
             StoreError: there is no such run, or what is stored of it is damaged.
         """
         known = {record.run_id for record in self._records}
+        if isinstance(run_ids, str):
+            run_ids = [run_ids]
         if run_ids is None:
             cards = {self.gpu.name, *(() if self.runs_on_card else ("cpu",))}
             run_ids = [

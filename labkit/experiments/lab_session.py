@@ -57,7 +57,7 @@ class LabSession:
 
     Args:
         model: catalogue name, hub id, folder, config.json or .gguf file, or a `ModelSpec`.
-        gpu: catalogue name, "auto" (the card of this machine, or the CPU), "cpu", or a `GpuSpec`.
+        gpu: catalogue name, "auto" (the card of this machine, or the CPU), "cpu", a card's .json file, or a `GpuSpec`.
         workload: name of a trace or a file, or a `Workload`; needed for runs.
         config: the knobs from which `plan` and `run` start.
         store: where runs are kept; None for the user's own store.

@@ -40,6 +40,8 @@ def test_a_new_session_recalls_runs_of_its_model_and_card(store):
         assert all(run.steps for run in found), "the whole run comes back"
         with pytest.raises(StoreError, match="no run 'nowhere'"):
             session.recall(["nowhere"])
+    with labkit.Session("Qwen/Qwen3-8B", "A10", store=store) as session:
+        assert session.recall(found[0].run_id) == found[:1]
 
 
 def test_the_button_brings_them_into_the_table(store):
