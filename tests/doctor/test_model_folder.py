@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from labkit.doctor.model_folder import examine_folder
 from labkit.doctor.tokenizer_files import read_vocabulary, write_missing
+from labkit.doctor.weight_files import BrokenShard, read_header
 from labkit.errors import FileFormatError
 from tests.doctor.folders import (
     CONFIG,
@@ -347,6 +349,22 @@ def test_a_model_type_that_nobody_knows_is_no_clean_bill(tmp_path):
     assert "foo" in found["architecture"].evidence
     assert "FooForCausalLM" in found["architecture"].fix
     assert all(check.status == "ok" for name, check in found.items() if name != "architecture")
+
+
+@pytest.mark.parametrize(
+    ("length", "rest", "cause"),
+    [(2, b"{}", ""), (2, b"{}and tensors", ""), (3, b"{}", "cut"), (0, b"", "damaged"), (None, b"1234567", "cut")],
+)
+def test_a_safetensors_header_may_fill_its_file_and_no_more(tmp_path, length, rest, cause):
+    """Eight bytes say how long the header is, then it comes (the format's own description)."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((b"" if length is None else struct.pack("<Q", length)) + rest)
+    if not cause:
+        assert read_header(file) == {}
+        return
+    with pytest.raises(BrokenShard) as refused:
+        read_header(file)
+    assert cause in refused.value.args[1]
 
 
 def test_there_are_more_than_thirty():
