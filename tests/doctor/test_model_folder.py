@@ -353,7 +353,13 @@ def test_a_model_type_that_nobody_knows_is_no_clean_bill(tmp_path):
 
 @pytest.mark.parametrize(
     ("length", "rest", "cause"),
-    [(2, b"{}", ""), (2, b"{}and tensors", ""), (3, b"{}", "cut"), (0, b"", "damaged"), (None, b"1234567", "cut")],
+    [
+        (2, b"{}", ""),
+        (2, b"{}more", "no tensor covers"),
+        (3, b"{}", "cut"),
+        (0, b"", "damaged"),
+        (None, b"1234567", "cut"),
+    ],
 )
 def test_a_safetensors_header_may_fill_its_file_and_no_more(tmp_path, length, rest, cause):
     """Eight bytes say how long the header is, then it comes (the format's own description)."""
