@@ -306,9 +306,14 @@ def check_hub(machine: AnyMachine) -> Check:
 
 
 def check_sqlite_place(machine: AnyMachine) -> Check:
-    """labkit's run store on a network file system may be damaged by broken locks."""
+    """labkit's run store needs a folder to write to, and a network file system may damage it by broken locks."""
     mounts = machine.read("/proc/mounts")
     place = machine.environ().get("LABKIT_HOME") or machine.environ().get("HOME") or "/"
+    if not machine.can_write(place):
+        return Check(
+            "store-place", "warning", f"this user may not write to {place}", "runs and calibrations are kept there",
+            "export LABKIT_HOME=<a folder of yours>",
+        )  # fmt: skip
     if mounts is None:
         return Check("store-place", "unknown", "/proc/mounts is not readable")
     best, kind = "", ""

@@ -142,6 +142,11 @@ class Machine:
         except ValueError:
             return False
 
+    def can_write(self, folder: str) -> bool:
+        """Whether this user may make files in `folder`, or in its nearest parent that exists."""
+        place = Path(folder).expanduser()
+        return os.access(next((one for one in (place, *place.parents) if one.exists()), Path("/")), os.W_OK | os.X_OK)
+
     def package(self, name: str) -> Package | None:
         """The installed distribution of that name; it is not imported."""
         try:
@@ -237,6 +242,7 @@ class FixedMachine:
     open_files: int = 1_048_576
     hub: bool = True
     pages: Mapping[str, Output] = field(default_factory=dict)
+    read_only: frozenset[str] = frozenset()
 
     def system(self) -> System:
         """See `Machine.system`; so are the others."""
@@ -257,6 +263,10 @@ class FixedMachine:
     def exists(self, path: str) -> bool:
         """Whether a text is given."""
         return path in self.files
+
+    def can_write(self, folder: str) -> bool:
+        """Whether it is not among the read-only ones."""
+        return folder not in self.read_only
 
     def package(self, name: str) -> Package | None:
         """The given package."""

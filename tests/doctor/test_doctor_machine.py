@@ -10,7 +10,7 @@ import pytest
 from labkit.doctor.accelerator import accelerator_checks
 from labkit.doctor.check import Check, Examination, joined
 from labkit.doctor.environment import environment_checks, hub_cache
-from labkit.doctor.machine import FixedMachine, Memory, Output, Package, System, TorchFacts
+from labkit.doctor.machine import FixedMachine, Machine, Memory, Output, Package, System, TorchFacts
 from labkit.doctor.nvml_facts import CardFacts, CardProcess, NvmlFacts
 from labkit.doctor.which_vllm import releases
 from labkit.versions import cuda_of_version_file
@@ -92,6 +92,8 @@ BROKEN = {
     "full disk": ({"disks": WELL.disks | {"~/.cache/huggingface/hub": Memory(100 * GIB, GIB)}}, "disk", "warning",
                   "1.00 GiB", "HF_HOME"),
     "no network": ({"hub": False}, "hub", "warning", "no network", "HF_HUB_OFFLINE=1"),
+    "home that nobody may write to": ({"read_only": frozenset({"/nonexistent"}), "variables": {"HOME": "/nonexistent"}},
+                                      "store-place", "warning", "may not write to /nonexistent", "LABKIT_HOME"),
     "store on NFS": ({"files": {"/proc/mounts": "/dev/sda1 / ext4 rw\nhost:/x /home nfs4 rw\n"},
                       "variables": {"HOME": "/home/me"}}, "store-place", "warning", "nfs4", "LABKIT_HOME"),
     "store at the mount itself": ({"files": {"/proc/mounts": "/dev/sda1 / ext4 rw\nhost:/x /mnt/runs nfs4 rw\n"},
@@ -246,3 +248,10 @@ def test_this_process_on_the_card_is_not_told_to_be_ended():
 def test_the_c_library_that_the_wheels_need_is_enough():
     needed = ".".join(str(number) for number in releases()[-1].glibc)
     assert _all(replace(WELL, system_facts=_system(glibc=needed)))["glibc"].status == "ok"
+
+
+def test_a_folder_that_is_not_there_is_judged_by_its_parent(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("os.access", lambda path, mode: asked.append(path) or False)
+    assert not Machine().can_write(str(tmp_path / "a" / "b"))
+    assert asked == [tmp_path]
