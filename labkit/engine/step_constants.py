@@ -47,6 +47,7 @@ class StepConstants:
         host_link_bytes_per_s: between card and host memory.
         correction: one factor over the whole step, 1 until calibrated.
         sustained_factor: the same, of products that are bound by compute: cards slow down at their power limit.
+        prompt_place_s: of a layer's prompt attention: each place that a captured step has for a prompt, taken or not.
         prompt_factor_8bit: products of prompt attention over an 8-bit cache, over those of a 16-bit one.
         products: measured seconds of 16-bit products as (outputs and inputs of the matrix, rows, seconds); empty where
             only the shares above are known.
@@ -90,6 +91,7 @@ class StepConstants:
     product_factor: float = 1.0
     sustained_factor: float = 1.0
     prompt_factor_8bit: float = 1.0
+    prompt_place_s: float = 0.0
     products: tuple[tuple[float, float, float, float], ...] = ()
     interval_low: float = 0.5
     interval_high: float = 2.0

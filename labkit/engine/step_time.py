@@ -320,8 +320,18 @@ class StepTimeModel:
             if c.prompt_start_s:
                 context = pairs / np.maximum(tokens, 1.0)
                 beside = c.prompt_start_s + c.prompt_context_s * context + c.prompt_token_s * tokens
+                beside = beside + c.prompt_place_s * self._places(load)
                 total = total + kind.num_layers * np.where(tokens > 0, beside, 0.0)
         return total
+
+    def _places(self, load: StepLoad) -> Array:
+        """Places for prompts of each step that replays a graph, [steps]; else its prompts."""
+        launch, tokens = self.launch, np.asarray(load.num_tokens, dtype=float)
+        if not launch.prompt_places:
+            return load.num_prompts
+        places = _next_size(launch.prompt_sizes, tokens, launch.prompt_places)
+        is_captured = (load.num_prompts <= places) & (tokens <= launch.prompt_sizes[-1])
+        return np.where(is_captured, places, load.num_prompts)
 
     def _sampling(self, num_sampled: Array) -> Array:
         c = self.constants

@@ -24,8 +24,8 @@ SIGMAS = {
 _OVERLAPPED_SIGMAS = {
     "product_factor": 0.05, "sustained_factor": 0.15, "kv_efficiency": 0.1, "kv_efficiency_8bit": 0.1,
     "attention_efficiency": 0.2, "prompt_start_s": 0.2, "prompt_context_s": 0.2, "prompt_token_s": 0.2,
-    "elementwise_passes": 0.2, "layer_s": 0.2, "step_s": 0.3, "request_s": 0.3, "eager_step_s": 0.5,
-    "eager_layer_s": 0.5, "eager_prompt_layer_s": 0.5,
+    "prompt_place_s": 0.2, "elementwise_passes": 0.2, "layer_s": 0.2, "step_s": 0.3, "request_s": 0.3,
+    "eager_step_s": 0.5, "eager_layer_s": 0.5, "eager_prompt_layer_s": 0.5,
 }  # fmt: skip
 # Without measured products and attention their shares are known less well.
 _UNMEASURED = {"bandwidth_efficiency": 0.15, "flops_efficiency": 0.15, "kv_efficiency": 0.2, "kv_efficiency_8bit": 0.2}

@@ -44,6 +44,10 @@ def constants_of(found: Microbenchmark, gpu: GpuSpec, prior: StepConstants) -> S
         changes |= _decode_attention(by_kind["decode"], bandwidth)
     if "prefill" in by_kind:
         changes |= _prefill_attention(by_kind["prefill"], peak)
+    if "places" in by_kind:
+        times = {float(timing.sizes["places"]): timing.seconds for timing in by_kind["places"]}
+        few, many = min(times), max(times)
+        changes["prompt_place_s"] = max(0.0, (times[many] - times[few]) / max(1.0, many - few))
     if "norm" in by_kind and "activation" in by_kind:
         changes |= _small_kernels(by_kind["norm"], by_kind["activation"], bandwidth)
     if "sample" in by_kind:

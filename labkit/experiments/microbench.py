@@ -31,6 +31,7 @@ class Shapes:
         matrices: (outputs, inputs) around those of layers, narrow and wide. rows: tokens of a step.
         heads: (query heads, KV heads). decodes: (requests, context of each).
         prefills: (requests, new tokens of each, context that they end at).
+        places: for prompts, in a step that computes one of `prompt_tokens`.
         elementwise: rows of norms and activations, of width `hidden` and `wide`. sampled: rows of `vocab_size` logits.
         swapped: (blocks, caches). thin_layers: of networks that show the host's time. host_batches: requests in them.
         rotated_bytes: of weights and keys, so that the L2 keeps none from one launch to the next, as in a model.
@@ -45,6 +46,8 @@ class Shapes:
     prefills: tuple[tuple[int, int, int], ...] = (
         (1, 64, 64), (1, 512, 512), (1, 2048, 2048), (1, 8192, 8192), (4, 512, 512), (1, 512, 4096),
     )  # fmt: skip
+    places: tuple[int, ...] = (1, 64)
+    prompt_tokens: int = 512
     elementwise: tuple[int, ...] = (1, 64, 256, 2048, 8192)
     hidden: int = 4096
     wide: int = 24576
@@ -62,8 +65,8 @@ class Timing:
     """One measurement.
 
     Attributes:
-        kind: "read", "matmul", "gemm", "decode", "prefill", "norm", "activation", "sample", "swap", "host", "prompt",
-            "admission", or without graphs "launch decode" or "launch" (of a prompt).
+        kind: "read", "matmul", "gemm", "decode", "prefill", "places", "norm", "activation", "sample", "swap", "host",
+            "prompt", "admission", or without graphs "launch decode" or "launch" (of a prompt).
         sizes: what was measured: rows, elements, tokens, heads, KV type, layers and so on.
         seconds: median of one launch, or of one engine step.
     """
@@ -238,6 +241,32 @@ def _prefill(bench: Bench) -> Iterator[Timing]:
             yield Timing("prefill", {**sizes, "kv_heads": pair[1], "head_dim": 128, "kv": dtype}, seconds)
 
 
+def _places(bench: Bench) -> Iterator[Timing]:
+    """One prompt alone, and the same prompt in a step that has places for many."""
+    from labkit_kernels.paged_prefill import paged_prefill
+
+    from labkit.measure.attention_shape import AttentionShape, BatchShape
+    from labkit.measure.kernel_launches import make_inputs
+
+    torch, heads = bench.torch, bench.shapes.heads[0]
+    queries = bench.shapes.prompt_tokens
+    shape = AttentionShape(BatchShape((queries,), (queries,)), *heads, 128, 16)
+    given = make_inputs(shape, bench.device, 0)
+    out = torch.empty_like(given.q)
+    for places in bench.shapes.places:
+        tables, lens = given.tables.repeat(places, 1), torch.zeros(places, dtype=torch.int32, device=bench.device)
+        starts = torch.full((places + 1,), queries, dtype=torch.int32, device=bench.device)
+        lens[0], starts[0] = queries, 0
+
+        def call(tables: Any = tables, lens: Any = lens, starts: Any = starts) -> None:
+            paged_prefill(
+                given.q, given.k_cache, given.v_cache, tables, lens, starts, given.scores, max_query_len=queries,
+                out=out, num_splits=1,
+            )  # fmt: skip
+
+        yield Timing("places", {"places": places, "queries": queries}, bench.time_s([call] * 4))
+
+
 def _attention_s(bench: Bench, batch: Any, heads: tuple[int, int], dtype: str, variant: str) -> float:
     """Seconds of one launch, among launches on other caches so that none finds its own in the L2."""
     from labkit.measure.attention_shape import AttentionShape
@@ -406,6 +435,6 @@ def _host(bench: Bench) -> Iterator[Timing]:
 
 # In this order, what matters most first.
 SECTIONS: Mapping[str, Callable[[Bench], Iterator[Timing]]] = MappingProxyType({
-    "ceilings": _ceilings, "gemm": _gemm, "decode": _decode, "prefill": _prefill, "host": _host,
+    "ceilings": _ceilings, "gemm": _gemm, "decode": _decode, "prefill": _prefill, "host": _host, "places": _places,
     "small kernels": _small_kernels, "sampling": _sampling, "swap": _swap,
 })  # fmt: skip

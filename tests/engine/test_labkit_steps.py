@@ -55,6 +55,18 @@ def test_a_captured_step_samples_all_its_places():
     assert launched < model.parts(work(120, 20, 16))["lm_head"][0]
 
 
+def test_each_place_of_a_captured_step_costs_its_layer():
+    attention = [
+        model_of(prompt_start_s=1e-6, prompt_place_s=place_s).parts(work(tokens, 20, prompts))["prefill_attention"][0]
+        for tokens, prompts in ((60, 1), (500, 1), (500, 60), (3000, 3))
+        for place_s in (0.0, 1e-7)
+    ]
+    more = [after - before for before, after in zip(attention[::2], attention[1::2], strict=True)]
+    # 28 layers; graphs of 64 and 512 tokens have 8 and 64 places; 3,000 tokens are launched, with places for 3.
+    assert more == pytest.approx([28 * places * 1e-7 for places in (8, 64, 64, 3)])
+    assert model_of(prompt_start_s=1e-6, prompt_place_s=1.0).parts(work(20, 20, 0))["prefill_attention"][0] == 0.0
+
+
 def test_without_graphs_a_prompt_costs_the_host_more_in_every_layer():
     constants = {
         "eager_step_s": 0.0,

@@ -39,7 +39,7 @@ torch.set_num_threads(1)
 shapes = Shapes(
     matrices=((64, 32),), rows=(1, 4), heads=((2, 1),), decodes=((2, 40),), prefills=((1, 16, 32),), elementwise=(2,),
     hidden=64, wide=128, sampled=(2,), vocab_size=500, swapped=(3, 2), thin_layers=(1,), host_batches=(1, 2),
-    host_steps=12,
+    host_steps=12, places=(1, 3), prompt_tokens=20,
 )
 found = run_microbenchmark(600, bench=Bench("cpu", shapes))
 print(json.dumps([[timing.kind, dict(timing.sizes), timing.seconds] for timing in found.timings]))
@@ -67,7 +67,7 @@ def test_every_part_is_measured_but_the_ceilings_that_need_a_card(interpreted):
     kinds = {kind for kind, _, _ in timings}
     assert kinds == {
         "gemm", "decode", "prefill", "norm", "activation", "sample", "swap", "host", "prompt", "launch",
-        "launch decode", "admission",
+        "launch decode", "admission", "places",
     }  # fmt: skip
     assert list(missing) == ["ceilings"]
     assert all(seconds > 0 for _, _, seconds in timings)
@@ -101,6 +101,7 @@ def made(**changes) -> Microbenchmark:
         products = 4 * 16 * 128 * pairs / PEAK / truth["prefill"]
         for kv, factor in (("bfloat16", 1.0), ("fp8", 1.6)):
             timings.append(Timing("prefill", {**sizes, "head_dim": 128, "kv": kv}, seconds + factor * products))
+    timings += [Timing("places", {"places": places, "queries": 512}, 2e-5 + 6e-8 * places) for places in (1, 64)]
     for kind, width in (("norm", 8 * 4096), ("activation", 6 * 12288)):
         for rows in (1, 4096):
             seconds = max(truth["norm"], rows * width / BANDWIDTH * truth["passes"])
@@ -125,6 +126,7 @@ def test_constants_are_those_that_made_the_times():
     assert found.attention_start_s + found.attention_floor_s == pytest.approx(9e-6, rel=0.05)
     assert (found.prompt_start_s, found.prompt_context_s, found.prompt_token_s) == pytest.approx((8e-6, 1e-8, 9e-9))
     assert found.attention_efficiency == pytest.approx(0.4, rel=0.02)
+    assert found.prompt_place_s == pytest.approx(6e-8)
     assert found.prompt_factor_8bit == pytest.approx(1.6, rel=0.01)
     assert (found.step_s, found.request_s) == pytest.approx((3e-4, 5e-6), rel=0.01)
     assert (found.eager_step_s, found.eager_layer_s) == pytest.approx((4e-4, 1.2e-4), rel=0.01)
