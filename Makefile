@@ -21,6 +21,7 @@ tests:
 	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake --nbmake-timeout=300 tests notebooks
 
 lint:
+	@$(PYTHON) tools/bootstrap.py --tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
