@@ -106,9 +106,7 @@ def parse_version(text: str) -> tuple[int, int, int]:
     """
     found = _VERSION.match(str(text).strip()[:64])
     if found is None:
-        raise OutOfRangeError(
-            f"{plain(repr(text), 60)} is no vLLM version", works="0.33.0", knob="--vllm"
-        )
+        raise OutOfRangeError(f"{plain(repr(text), 60)} is no vLLM version", works="0.33.0", knob="--vllm")
     major, minor, patch = (int(part or 0) for part in found.groups())
     return major, minor, patch
 
