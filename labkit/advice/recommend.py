@@ -282,7 +282,8 @@ def _reasons(best: RunRecord, baseline: RunRecord, limit: BindingLimit, gains: S
                 f"With the baseline, {before.sentence}",
                 before.evidence,
                 _headroom(baseline),
-                "Measured on this workload; another mix of lengths may be held back by another limit.",
+                f"{before.basis.capitalize()} on this workload; another mix of lengths may be held back by another "
+                "limit.",
             )
         )
     reasons.append(
@@ -313,7 +314,13 @@ def _risk(record: RunRecord, gains: Sequence[Gain]) -> str:
         return "Worse than the baseline: " + "; ".join(worse)
     if "fp8" in record.config.kv_cache_dtype or "int8" in record.config.kv_cache_dtype:
         return "8-bit KV changes outputs a little; check quality on your own prompts."
-    return "No metric that was measured became worse by more than the noise."
+    return f"No metric that was {record.origin} became worse by more than the noise."
+
+
+def _whose(groups: dict[str, list[RunRecord]]) -> str:
+    """Says that the speeds are not vLLM's, for which the command is; "" where they are."""
+    engines = {record.plan.engine for group in groups.values() for record in group}
+    return "; the speeds are those of labkit's engine, not of vLLM" if "labkit" in engines else ""
 
 
 def _confidence(
@@ -323,10 +330,11 @@ def _confidence(
         f"; {num_left_out} unfinished {'run is' if num_left_out == 1 else 'runs are'} left out" if num_left_out else ""
     )
     if outcome == "one run":
-        return "low", f"one configuration, nothing to compare{left_out}"
+        return "low", f"one configuration, nothing to compare{left_out}{_whose(groups)}"
     requests = min(summarize(group[0]).num_finished for group in groups.values())
     basis = (
         f"{len(groups)} configurations, at least {count(requests)} finished requests each; {noise.sentence}{left_out}"
+        f"{_whose(groups)}"
     )
     largest = max((abs(gain.after / gain.before - 1) for gain in gains if gain.before and gain.after), default=0.0)
     if noise.repeats >= 3 and requests >= 100:

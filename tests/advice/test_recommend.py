@@ -137,3 +137,16 @@ def test_another_baseline_can_be_named():
     records = [run("a"), run("b", speed=2.0, block_size=32)]
     found = recommend([], records, baseline_run_id="b", what_if=sample_plan)
     assert (found.outcome, found.baseline_run_id) == ("no difference", "b")
+
+
+def test_a_recommendation_says_whose_speeds_it_rests_on_and_how_they_were_got():
+    record = sample_record()
+    found = recommend([], [record])
+    assert "the speeds are those of labkit's engine, not of vLLM" in found.confidence_reason
+    vllm = dataclasses.replace(record, plan=dataclasses.replace(record.plan, engine="vllm"), origin="simulated")
+    assert "labkit's engine" not in recommend([], [vllm]).confidence_reason
+    pair = [dataclasses.replace(one, origin="simulated") for one in (run("a"), run("b", speed=1.5, block_size=32))]
+    found = recommend([], pair, what_if=sample_plan)
+    assert found.outcome == "change"
+    assert any(reason.risk.startswith("Simulated on this workload") for reason in found.reasons)
+    assert not any("easured" in reason.risk for reason in found.reasons)
