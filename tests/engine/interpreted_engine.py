@@ -131,15 +131,18 @@ def main() -> None:
         "llama": both(llama, make_plan(llama)),
         "qwen with a penalty": both(qwen, make_plan(qwen, block_size=8), repetition_penalty=1.7),
         "windows and caps": both(gemma, make_plan(gemma)),
-        "recompute": both(flat, make_plan(flat, blocks=6), max_tokens=10),
+        "recompute": both(flat, make_plan(flat, blocks=6), max_tokens=7),
     }
     swapping = make_plan(flat, blocks=6, swap=16, preemption_mode="swap")
-    results["swap"] = both(flat, swapping, max_tokens=10)
+    results["swap"] = both(flat, swapping, max_tokens=7)
     cuda_cache.STAGED_BYTES = 1
-    results["swap block by block"] = both(flat, swapping, max_tokens=10)
+    results["swap block by block"] = both(flat, swapping, max_tokens=7)
     results["padded"] = padded(flat)
     results["other blocks"] = reconfigured(flat)
-    drawn = [serve(flat, make_plan(flat, blocks=blocks), True, temperature=1.0, seed=4)[0] for blocks in (32, 6)]
+    drawn = [
+        serve(flat, make_plan(flat, blocks=blocks), True, temperature=1.0, seed=4, max_tokens=4)[0]
+        for blocks in (32, 6)
+    ]
     results["drawn"] = {"cuda": drawn[0], "cpu": drawn[1], "preemptions": 0}
     print(json.dumps(results))
 
