@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 from labkit.engine.engine import RequestOutput, StepResult
 from labkit.engine.launch_rules import labkit_rules, vllm_launch_rules
@@ -17,7 +18,7 @@ from labkit.errors import DoesNotFitError, OutOfRangeError, UnsupportedError
 from labkit.experiments.card_files import calibration_for, constants_for
 from labkit.experiments.measured_memory import MeasuredMemory
 from labkit.experiments.refusals import does_not_fit
-from labkit.measure.run_record import RequestRow, RunRecord, StepRow
+from labkit.measure.run_record import RequestRow, RunRecord, StepRow, step_rows
 from labkit.memory import plan as memory_plan
 from labkit.memory.card_parts import why_eager
 from labkit.memory.records import MemoryPlan
@@ -272,15 +273,13 @@ def step_row(result: StepResult) -> StepRow:
 
 def jump_rows(jump: Jump) -> list[StepRow]:
     """The rows of the steps of a jump."""
-    columns = (
-        jump.start_s, jump.duration_s, jump.num_running, jump.num_blocks_used, jump.num_blocks_cached,
-        jump.num_tokens_stored,
-    )  # fmt: skip
-    count = jump.num_decode_tokens
-    return [
-        StepRow(start, seconds, count, 0, count, running, jump.num_waiting, used, cached, stored)
-        for start, seconds, running, used, cached, stored in zip(*(column.tolist() for column in columns), strict=True)
-    ]
+    num_steps, tokens = len(jump.start_s), jump.num_decode_tokens
+    changing = ("start_s", "duration_s", "num_running", "num_blocks_used", "num_blocks_cached", "num_tokens_stored")
+    same = {"num_tokens": tokens, "num_prefill_tokens": 0, "num_decode_tokens": tokens, "num_waiting": jump.num_waiting}
+    return step_rows(
+        {name: getattr(jump, name).tolist() for name in changing}
+        | {name: repeat(value, num_steps) for name, value in same.items()}
+    )
 
 
 def request_row(output: RequestOutput) -> RequestRow:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,6 +62,24 @@ class StepRow:
     num_tokens_stored: int
     num_preemptions: int = 0
     num_swapped_blocks: int = 0
+
+
+def step_rows(columns: Mapping[str, Iterable[Any]]) -> list[StepRow]:
+    """Many rows at once: field → its value in each row; the other fields keep their defaults.
+
+    Raises:
+        TypeError: a field without a default has no column, or there is no such field.
+    """
+    names, rows = (*columns,), []
+    defaults = {entry.name: entry.default for entry in dataclasses.fields(StepRow) if entry.name not in columns}
+    if dataclasses.MISSING in defaults.values() or len(names) + len(defaults) != len(dataclasses.fields(StepRow)):
+        raise TypeError(f"columns {', '.join(names)} make no step row")
+    for values in zip(*columns.values(), strict=True):
+        # A frozen record sets its fields one call at a time, which takes longer than all else about a row.
+        row = object.__new__(StepRow)
+        row.__dict__.update(zip(names, values, strict=True), **defaults)
+        rows.append(row)
+    return rows
 
 
 @dataclass(frozen=True)

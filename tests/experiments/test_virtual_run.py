@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from labkit.errors import UnsupportedError
 from labkit.experiments.export import to_json
 from labkit.experiments.serialise import from_plain, to_plain
 from labkit.experiments.virtual_run import VirtualOptions, simulate, stand_in_prompt, step_time_model
-from labkit.measure.run_record import RunRecord
+from labkit.measure.run_record import RunRecord, StepRow, step_rows
 from labkit.measure.summary import summarize
 from labkit.memory import plan as memory_plan
 from labkit.specs import cpu_gpu, load_gpu, load_model, load_workload, synthetic_workload
@@ -129,3 +131,21 @@ def test_the_lab_captures_what_needs_no_look_at_the_router(model, gpu, knobs, is
     found = step_time_model(plan, load_constants(engine="labkit"))
     assert bool(found.launch.graph_sizes) == is_captured
     assert found.launch.overlaps
+
+
+def test_rows_made_at_once_are_those_made_one_by_one():
+    columns = {entry.name: (index, 10 * index) for index, entry in enumerate(dataclasses.fields(StepRow)[:-2])}
+    rows = step_rows(columns)
+    assert rows == [StepRow(*(values[row] for values in columns.values())) for row in range(2)]
+    assert hash(rows[1]) == hash(StepRow(*(10 * index for index in range(10))))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rows[0].start_s = 1.0
+    for wrong in (
+        {name: column for name, column in columns.items() if name != "num_tokens"},
+        columns | {"other": (1, 2)},
+    ):
+        with pytest.raises(TypeError, match="make no step row"):
+            step_rows(wrong)
+    with pytest.raises(ValueError, match="shorter"):
+        step_rows(columns | {"start_s": (1.0, 2.0, 3.0)})
+    assert step_rows(dict.fromkeys(columns, ())) == []
