@@ -194,6 +194,9 @@ def test_docker_and_compose_mount_a_folder_and_share_memory(tmp_path):
     assert words[words.index("serve") + 1] == "/models/my model"
     for line in ("    ipc: host", "              count: 2", '      - "9000:8000"', '      - "--tensor-parallel-size"'):
         assert line in exported.compose.splitlines()
+    # Compose's long form of a volume; JSON is YAML.
+    volumes = [json.loads(line.removeprefix("      - ")) for line in exported.compose.splitlines() if '"bind"' in line]
+    assert volumes == [{"type": "bind", "source": str(folder), "target": "/models/my model", "read_only": True}]
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])
