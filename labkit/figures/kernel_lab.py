@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from labkit import format as fmt
-from labkit.figures.frame import empty, frame, position, row_of_plots
+from labkit.figures.frame import empty, frame, name_lowest_only, position, row_of_plots
 from labkit.figures.palette import HEAT_SCALE, get_theme
 from labkit.figures.tables import Table, make_table
 from labkit.measure.kernel_lab import LINE_VARIANTS, LabResult
@@ -96,12 +96,13 @@ def draw_kernel_lab(info: KernelLabInfo, theme: str = "light", narrow: bool = Fa
     for index, (title, limits) in enumerate((("%", [0, 104]), (unit, None), ("µs", None))):
         figure.update_yaxes(title_text=title, range=limits, rangemode="tozero", **position(index, narrow))
     figure.update_xaxes(title_text="block_size (tokens)", type="category")
+    name_lowest_only(figure, len(TITLES), narrow)
     figure.update_layout(legend={"y": 1.08 if narrow else 1.16}, margin={"t": 84})
     return figure
 
 
-def draw_hit_map(info: KernelLabInfo, theme: str = "light") -> go.Figure:
-    """Hit rate over block size and shared prefix, every cell with its number."""
+def draw_hit_map(info: KernelLabInfo, theme: str = "light", narrow: bool = False) -> go.Figure:
+    """Hit rate over block size and shared prefix, every cell with its number; a narrow page has no scale beside it."""
     if not info.heat or not any(rate is not None for row in info.heat for rate in row):
         return empty(theme, "no heat map yet")
     figure = frame(theme, 300)
@@ -110,11 +111,13 @@ def draw_hit_map(info: KernelLabInfo, theme: str = "light") -> go.Figure:
         x=[str(size) for size in info.block_sizes], y=[f"{100 * share:.0f} %" for share in info.prefix_shares],
         z=percent, zmin=0, zmax=100, colorscale=HEAT_SCALE,
         text=[["" if rate is None else fmt.share(rate, 1) for rate in row] for row in info.heat],
-        texttemplate="%{text}", colorbar={"title": {"text": "L2 hits, %"}},
+        texttemplate="%{text}", textfont={"size": 9 if narrow else 12}, showscale=not narrow,
+        colorbar={"title": {"text": "L2 hits, %"}},
         hovertemplate="block %{x}, %{y} shared: %{text}<extra></extra>",
     ))  # fmt: skip
     figure.update_xaxes(title_text="block_size (tokens)", type="category")
-    figure.update_yaxes(title_text="context shared by all sequences", type="category")
+    figure.update_yaxes(title_text="shared context" if narrow else "context shared by all sequences", type="category")
+    figure.update_layout(title_text="L2 hits" if narrow else None, margin={"t": 40 if narrow else 16})
     return figure
 
 

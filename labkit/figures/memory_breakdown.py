@@ -136,7 +136,7 @@ def _trace(info: MemoryBreakdownInfo, part: str, divisor: float, theme: str) -> 
     return {
         "type": "bar",
         "showlegend": any(dict(bar.parts)[part] for bar in info.bars),
-        "name": f"{PART_TITLES[part].split(' (')[0]} {fmt.memory(dict(info.bars[0].parts)[part])}",
+        "name": _name(part, dict(info.bars[0].parts)[part]),
         "orientation": "h",
         "y": [bar.row for bar in info.bars],
         "x": [size / divisor for size in sizes],
@@ -151,6 +151,13 @@ def _trace(info: MemoryBreakdownInfo, part: str, divisor: float, theme: str) -> 
         "hovertemplate": "%{hovertext}<extra></extra>",
         "legendgroup": part,
     }  # fmt: skip
+
+
+def _name(part: str, size: int) -> str:
+    """In the legend: the part and its bytes in the first bar."""
+    if size < 0:
+        return f"overrun by {fmt.memory(-size)}"
+    return f"{PART_TITLES[part].split(' (')[0]} {fmt.memory(size)}"
 
 
 def _inside(part: str, size: int, scale: int) -> str:

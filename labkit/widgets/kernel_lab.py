@@ -85,8 +85,9 @@ class KernelLab(ipw.VBox):
             continuous_update=False,
         )  # fmt: skip
         self.block_sizes = ipw.Text(
-            ", ".join(str(size) for size in start.block_sizes), description="block_size", style=style
-        )
+            ", ".join(str(size) for size in start.block_sizes), description="block_size", style=style,
+            layout=ipw.Layout(min_width="250px"),
+        )  # fmt: skip
         self.run_button = ipw.Button(description="Run", button_style="primary")
 
     def settings(self) -> LabSettings:
@@ -140,7 +141,10 @@ class KernelLab(ipw.VBox):
             sentence = pictures.caption(info)
             self.conclusion.say(sentence)
             self.chart.show(pictures.draw_kernel_lab(info, self.screen.theme, self.screen.narrow), sentence)
-            self.heat.show(pictures.draw_hit_map(info, self.screen.theme), "L2 hit rate by block size and prefix")
+            self.heat.show(
+                pictures.draw_hit_map(info, self.screen.theme, self.screen.narrow),
+                "L2 hit rate by block size and prefix",
+            )
             self.table.show(pictures.table(info) if self.result else make_table([], []))
             for line, verdict in zip(self.claims, self.verdicts, strict=False):
                 line.say(f"{verdict.evidence} [{verdict.method.split(' ')[0]}, {verdict.card}]",

@@ -117,6 +117,29 @@ MODEBAR = "() => [...document.querySelectorAll('.lk-panel .modebar-btn')].map((o
 SAID_GONE = """() => [...document.querySelectorAll('.lk-panel, .lk-panel *')]
   .map((element) => getComputedStyle(element, '::before'))
   .filter((style) => style.content.includes('kernel was restarted'))"""
+# Words of the panel with less contrast than WCAG's 4.5 against what is behind them; what is disabled may be weak.
+WEAK = """() => {
+  const parse = (color) => color.match(/[\\d.]+/g).map(Number);
+  const linear = (value) => (value / 255 <= 0.03928 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4);
+  const luminance = (color) => 0.2126 * linear(color[0]) + 0.7152 * linear(color[1]) + 0.0722 * linear(color[2]);
+  const behind = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const color = parse(getComputedStyle(at).backgroundColor);
+      if (color.length < 4 || color[3] > 0.5) return color;
+    }
+    return [255, 255, 255];
+  };
+  const weak = [];
+  const walker = document.createTreeWalker(document.querySelector('.lk-panel'), NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const [text, element] = [walker.currentNode.textContent.trim(), walker.currentNode.parentElement];
+    if (!text || !element.getClientRects().length || element.closest('svg, style, option, [disabled]')) continue;
+    const [a, b] = [luminance(parse(getComputedStyle(element).color)), luminance(behind(element))];
+    const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (contrast < 4.5) weak.push(`${text.slice(0, 40)}: ${contrast.toFixed(2)}`);
+  }
+  return weak;
+}"""
 LOOKS = """() => {
   const words = document.querySelector('.lk-answer .lk-words');
   const chart = document.querySelector('.lk-plot .xtitle');
@@ -148,9 +171,14 @@ def test_widths_themes_names_and_hostile_text(chromium, fresh_lab):
     assert set(tools) == {"Download plot as a PNG", "Reset axes"}
     assert "<img src=x onerror=alert(1)>" in page.locator(".lk-answer .lk-heading").inner_text()
 
+    page.locator(".lk-runs tbody tr").first.click()
+    page.locator(".lk-panel .jupyter-button").filter(has_text="Pin as baseline").click()
+    page.locator(".lk-runs tr.lk-pinned").first.wait_for(timeout=10_000)
+    assert page.evaluate(WEAK) == []
     light = page.evaluate(LOOKS)
     page.evaluate("() => globalThis.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
     page.wait_for_function(f"(light) => ({LOOKS})().every((color, at) => color !== light[at])", arg=light)
+    assert page.evaluate(WEAK) == []
     page.evaluate("() => globalThis.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
     assert watched.foreign == []
     assert watched.errors == []

@@ -103,6 +103,7 @@ def test_an_overrun_bar_is_longer_than_the_card_and_says_by_how_much():
     info = memory_breakdown.get_memory_breakdown_info(plan)
     assert info.scale_bytes == plan.breakdown.used_bytes
     assert "overrun by" in memory_breakdown.caption(info)
+    assert memory_breakdown.draw_memory_breakdown(info).data[-1].name.startswith("overrun by ")
     figure = memory_breakdown.draw_memory_breakdown(info)
     assert min(min(trace.x) for trace in figure.data) >= 0
     assert figure.layout.shapes[0].x0 == pytest.approx(256.0)
