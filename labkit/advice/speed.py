@@ -24,7 +24,7 @@ class Speed:
         rate: output tokens per second (`unit` "tok/s"), or requests where each gives one token ("req/s"), when all
             requests wait: more than that the configuration cannot give, so a gain of it is an upper bound.
         ttft_p99_s, inter_token_p99_s: at the traffic's own arrivals; None where there is no such time.
-        basis: "simulated", or "simulated, scaled to a run".
+        basis: "simulated", "simulated on 48 requests" of a longer traffic, either followed by ", scaled to a run".
         record: of the traffic at its own arrivals.
     """
 
@@ -65,6 +65,8 @@ def speed_of(plan: MemoryPlan, traffic: Workload, scale: Scale | None = None) ->
     """
     if not can_simulate(plan) or not traffic.requests:
         return None
+    is_cut = len(traffic.requests) > MAX_REQUESTS
+    basis = f"simulated on {MAX_REQUESTS} requests" if is_cut else "simulated"
     traffic = traffic.with_requests(traffic.requests[:MAX_REQUESTS], f"first {MAX_REQUESTS} requests")
     has_server = plan.engine == "vllm"
     record = _served(plan, traffic, 1.0, has_server)
@@ -82,7 +84,7 @@ def speed_of(plan: MemoryPlan, traffic: Workload, scale: Scale | None = None) ->
         "req/s" if per_request else "tok/s",
         factor.between * load.ttft_s.p99 if load.ttft_s else None,
         factor.between * load.inter_token_s.p99 if load.inter_token_s else None,
-        "simulated" if scale is None else "simulated, scaled to a run",
+        basis if scale is None else f"{basis}, scaled to a run",
         record,
     )
 

@@ -70,7 +70,10 @@ def test_a_run_scales_what_is_simulated():
 
 def test_only_the_beginning_of_a_long_traffic_is_simulated():
     long = synthetic_workload(MAX_REQUESTS + 50, input_lengths=100, output_lengths=4)
-    assert len(speed_of(plan_of(), long).record.requests) == MAX_REQUESTS
+    speed = speed_of(plan_of(), long)
+    assert len(speed.record.requests) == MAX_REQUESTS
+    assert speed.basis == f"simulated on {MAX_REQUESTS} requests", "a rate of a part of the traffic says so"
+    assert speed_of(plan_of(), long, Scale(0.5, 2.0)).basis.endswith("requests, scaled to a run")
 
 
 @pytest.mark.parametrize("plan", [sample_plan(), plan_of(max_model_len=200_000)])
