@@ -13,6 +13,8 @@ import pytest
 import typer.main
 
 from labkit import cli
+from labkit.advice import limit
+from labkit.advice.speed import MAX_REQUESTS
 from labkit.specs import gpu_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,9 +89,26 @@ def cpu_seconds() -> list[str]:
     return [f"the code that takes {summary('simulation')[key]:.2f} here"]
 
 
+def public_runs() -> list[str]:
+    rows = results("simulation")["rows"]
+    models = [row for row in rows if row["check"] == "model left out"]
+    cards = {row["group"] for row in rows if row["check"] == "card left out"}
+    words = {4: "four", 10: "ten"}
+    return [f"({sum(row['runs'] for row in models):,}, {words[len(models)]} models, {words[len(cards)]} cards)"]
+
+
 def pinned_parts() -> list[str]:
     rows = json.loads((ROOT / "tests" / "memory" / "data" / "labkit_parts.json").read_text())["rows"]
     return [f"pins {len(rows)} measured settings of"]
+
+
+def limits() -> list[str]:
+    shares = (limit.FULL_STEP_SHARE, limit.SATURATED_SHARE, limit.HOLDS_BACK_SHARE, limit.BUSY_SHARE)
+    full, saturated, held, busy = (round(100 * share) for share in shares)
+    return [
+        f"the step was full ({full} % of", f"products take {saturated} % of the steps' time",
+        f"Under {held} % of the run no memory setting binds", f"in a step for {busy} % of the time",
+    ]  # fmt: skip
 
 
 # Page, and the sentences that must stand on it, made from what they state.
@@ -100,6 +119,9 @@ STATED: tuple[tuple[str, Callable[[], list[str]]], ...] = (
     ("docs/planner.md", lambda: [f"{sum(counted_runs())} start-ups of real servers"]),
     ("docs/planner.md", lambda: ["{} start-ups of 0.19 on an H100 and {} of 0.25 on an H200".format(*counted_runs())]),
     ("docs/virtual-gpu.md", cpu_seconds),
+    ("docs/virtual-gpu.md", public_runs),
+    ("docs/which-flags.md", lambda: [f"the first {MAX_REQUESTS} requests are simulated"]),
+    ("docs/method.md", limits),
 )
 
 
