@@ -80,7 +80,9 @@ def panels(
 ) -> go.Figure:
     """A grid of plots with labkit's template and a title over each."""
     figure = make_subplots(rows=rows, cols=cols, subplot_titles=titles, **options)
-    figure.update_layout(template=template(theme), height=height, margin={"t": 60})
+    # Set, not updated: an update would be merged into plotly's own template.
+    figure.layout.template = template(theme)
+    figure.update_layout(height=height, margin={"t": 60})
     figure.update_annotations(font={"size": 12, "color": get_theme(theme).text})
     return figure
 

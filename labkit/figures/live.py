@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
 
 from labkit import format as fmt
-from labkit.figures.frame import empty, panels
+from labkit.figures.frame import empty
 from labkit.figures.memory_timeline import TITLES, drawn, traces
-from labkit.figures.palette import get_theme
+from labkit.figures.palette import LineStyle, get_theme, template
 from labkit.figures.thinning import MAX_POINTS, Thinned, thin
 
 
@@ -81,46 +81,64 @@ class LiveRun:
 
 def draw_live(info: LiveInfo, theme: str = "light") -> go.Figure:
     """Three plots on one time axis, and memory as a fourth where it is measured."""
+    return go.Figure(live_json(info, theme))
+
+
+def live_json(info: LiveInfo, theme: str = "light") -> dict[str, Any]:
+    """What `draw_live` draws, as plotly's JSON: it is redrawn eight times a second beside the run that it shows, and
+    go.Figure would take most of a core to check it."""
     if not info.running.x:
-        return empty(theme, "press Run: tokens a second, requests and KV use appear here while the run goes on", 360)
-    rows = 4 if info.memory else 3
-    figure = panels(theme, (), rows=rows, cols=1, height=120 * rows, shared_xaxes=True, vertical_spacing=0.24 / rows)
+        text = "press Run: tokens a second, requests and KV use appear here while the run goes on"
+        return empty(theme, text, 360).to_plotly_json()
     first, second, third = get_theme(theme).lines[:3]
-    series = (("output tok/s", "tokens_per_s", first, 1, 1), ("running", "running", first, 2, 1),
-              ("waiting", "waiting", second, 2, 1), ("KV use", "kv_share", third, 3, 100))  # fmt: skip
-    for title, name, style, row, scale in series:
-        points: Thinned = getattr(info, name)
-        figure.add_trace(
-            go.Scatter(
-                name=title,
-                showlegend=row == 2,
-                mode="lines",
-                x=points.x,
-                y=[scale * value for value in points.y],
-                line={"color": style.color, "dash": style.dash, "width": 2},
-                hovertemplate="%{x:.2f} s: %{y:,.3~r}<extra>" + title + "</extra>",
-            ),
-            row=row,
-            col=1,
-        )
-    for row, title in enumerate(("output tok/s", "requests", "KV use (%)"), start=1):
-        figure.update_yaxes(title_text=title, rangemode="tozero", row=row, col=1)
-    figure.update_yaxes(range=[0, 104], row=3, col=1)
+    data = [
+        _line("output tok/s", info.tokens_per_s, first, 1),
+        _line("running", info.running, first, 2),
+        _line("waiting", info.waiting, second, 2),
+        _line("KV use", info.kv_share, third, 3, scale=100, unit=" %"),
+    ]
+    titles, legends = ["output tok/s", "requests", "KV use (%)"], {}
     if info.memory:
-        _add_memory(figure, info, theme)
-    figure.update_xaxes(rangemode="tozero")
-    figure.update_xaxes(title_text="time (s)", row=rows, col=1)
-    figure.update_layout(margin={"t": 16}, legend={"y": 1 - 1.08 / rows, "x": 1, "xanchor": "right"})
-    return figure
+        divisor, unit = fmt.memory_scale(max(max(points.y) for _, points in drawn(info.memory)))
+        place = {"legend": "legend2", "xaxis": "x4", "yaxis": "y4"}
+        data += [{**trace, **place} for trace in traces(info.memory, theme, divisor, unit)]
+        titles.append(f"memory ({unit})")
+        # Over the fourth plot.
+        legends["legend2"] = {"orientation": "h", "y": 0.2, "yanchor": "bottom", "x": 1, "xanchor": "right"}
+    layout = {
+        "template": template(theme), "height": 120 * len(titles), "margin": {"t": 16}, **_axes(titles), **legends,
+        "legend": {"y": 1 - 1.08 / len(titles), "x": 1, "xanchor": "right"},
+    }  # fmt: skip
+    layout["yaxis3"]["range"] = [0, 104]
+    return {"data": data, "layout": layout}
 
 
-def _add_memory(figure: go.Figure, info: LiveInfo, theme: str) -> None:
-    """The fourth plot; its legend stands over it."""
-    divisor, unit = fmt.memory_scale(max(max(points.y) for _, points in drawn(info.memory)))
-    for trace in traces(info.memory, theme, divisor, unit):
-        figure.add_trace(trace.update(legend="legend2"), row=4, col=1)
-    figure.update_yaxes(title_text=f"memory ({unit})", rangemode="tozero", row=4, col=1)
-    figure.update_layout(legend2={"orientation": "h", "y": 0.2, "yanchor": "bottom", "x": 1, "xanchor": "right"})
+def _line(title: str, points: Thinned, style: LineStyle, row: int, scale: float = 1, unit: str = "") -> dict[str, Any]:
+    place = "" if row == 1 else str(row)
+    return {
+        "type": "scatter", "name": title, "showlegend": row == 2, "mode": "lines",
+        "x": list(points.x), "y": [scale * value for value in points.y],
+        "line": {"color": style.color, "dash": style.dash, "width": 2},
+        "hovertemplate": "%{x:.2f} s: %{y:,.3~r}" + unit + "<extra>" + title + "</extra>",
+        "xaxis": f"x{place}", "yaxis": f"y{place}",
+    }  # fmt: skip
+
+
+def _axes(titles: Sequence[str]) -> dict[str, Any]:
+    """Plots one under the other on one time axis, from zero."""
+    rows = len(titles)
+    gap = 0.24 / rows
+    height = (1 - gap * (rows - 1)) / rows
+    layout: dict[str, Any] = {}
+    for row, title in enumerate(titles, start=1):
+        place, top = "" if row == 1 else str(row), 1 - (row - 1) * (height + gap)
+        shared = {"matches": f"x{rows}", "showticklabels": False} if row < rows else {"title": {"text": "time (s)"}}
+        layout[f"xaxis{place}"] = {"anchor": f"y{place}", "domain": [0.0, 1.0], "rangemode": "tozero", **shared}
+        layout[f"yaxis{place}"] = {
+            "anchor": f"x{place}", "domain": [max(0.0, top - height), top], "rangemode": "tozero",
+            "title": {"text": title},
+        }  # fmt: skip
+    return layout
 
 
 def caption(info: LiveInfo) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -85,17 +86,20 @@ def drawn(series: Sequence[tuple[str, Thinned]]) -> list[tuple[str, Thinned]]:
             if field in TITLES and not (on_card and field == "process_bytes")]  # fmt: skip
 
 
-def traces(series: Sequence[tuple[str, Thinned]], theme: str, divisor: float, unit: str) -> list[go.Scatter]:
-    """The lines of `drawn(series)`, in units of `divisor` bytes."""
+def traces(
+    series: Sequence[tuple[str, Thinned]], theme: str, divisor: float, unit: str
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The lines of `drawn(series)` as plotly's JSON, in units of `divisor` bytes."""
     return [
-        go.Scatter(
-            name=TITLES[field],
-            mode="lines",
-            x=points.x,
-            y=[value / divisor for value in points.y],
-            line={"color": style.color, "dash": style.dash, "width": 2},
-            hovertemplate="%{x:.2f} s: %{y:,.4g} " + unit + "<extra>" + TITLES[field] + "</extra>",
-        )
+        {
+            "type": "scatter",
+            "name": TITLES[field],
+            "mode": "lines",
+            "x": list(points.x),
+            "y": [value / divisor for value in points.y],
+            "line": {"color": style.color, "dash": style.dash, "width": 2},
+            "hovertemplate": "%{x:.2f} s: %{y:,.4g} " + unit + "<extra>" + TITLES[field] + "</extra>",
+        }
         for (field, points), style in zip(drawn(series), get_theme(theme).lines, strict=False)
     ]
 

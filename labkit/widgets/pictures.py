@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,9 +43,9 @@ class Look:
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawn figure with its sentence and its table."""
+    """A drawn figure, or its plotly JSON, with its sentence and its table."""
 
-    figure: go.Figure
+    figure: go.Figure | Mapping[str, Any]
     caption: str
     table: Table | None = None
 
@@ -156,7 +156,7 @@ class Pictures:
     def show_live(self, info: live.LiveInfo) -> None:
         """Redraw the live chart where its tab is open."""
         if self.tabs.value == "Live":
-            self._show(Picture(live.draw_live(info, self.look.theme), live.caption(info)))
+            self._show(Picture(live.live_json(info, self.look.theme), live.caption(info)))
 
     def _show(self, picture: Picture) -> None:
         self.chart.show(picture.figure, picture.caption)

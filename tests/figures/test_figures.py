@@ -9,7 +9,7 @@ import pytest
 
 from labkit.errors import UnknownNameError
 from labkit.figures import block_map, kv_over_time, l2, latency, memory_breakdown, pareto, requests, throughput
-from labkit.figures.palette import LIGHT, PART_COLORS
+from labkit.figures.palette import LIGHT, PART_COLORS, template
 from labkit.figures.runs import knob_axis, varied_knob
 from labkit.measure.run_record import Counters, RequestRow, StepRow
 from labkit.memory.records import PARTS
@@ -60,6 +60,13 @@ def test_every_state_gives_a_picture_or_a_sentence_and_a_table(room, state):
 def test_the_same_input_gives_the_same_bytes(room):
     record = STATES["finished"]
     assert step(room, "draw")(info_of(room, record)).to_json() == step(room, "draw")(info_of(room, record)).to_json()
+
+
+@pytest.mark.parametrize("room", [memory_breakdown, *PER_RUN, *COMPARING], ids=lambda room: room.__name__)
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_figure_has_labkit_s_template_and_nothing_of_plotly_s_own(room, theme):
+    figure = step(room, "draw")(info_of(room, STATES["finished"]), theme)
+    assert figure.layout.template.to_plotly_json() == template(theme)
 
 
 @pytest.mark.parametrize("room", [memory_breakdown, *PER_RUN, *COMPARING], ids=lambda room: room.__name__)

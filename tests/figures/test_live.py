@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
-from labkit.figures.live import LiveRun, caption, draw_live
+import pytest
+
+from labkit.figures.live import LiveRun, caption, draw_live, live_json
 
 
 def event(time_s: float, rate: float = 100.0, running: int = 4, waiting: int = 2, used: int = 30) -> dict:
@@ -35,6 +38,22 @@ def test_memory_is_a_fourth_plot_where_it_is_measured():
     assert [list(trace.y) for trace in figure.data[-2:]] == [[3.0], [1.0]]
     assert figure.layout.yaxis4.title.text == "memory (GiB)"
     assert caption(info).endswith("KV 25 %, reserved by torch 3.00 GiB.")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_json_is_what_plotly_checked(theme):
+    """The panel sends it without building a figure; plotly refuses a wrong name or value and fills nothing in."""
+    run = LiveRun()
+    for memory in ({}, {"memory": {"kv_used_bytes": 2**30, "reserved_bytes": 3 * 2**30}}):
+        info = run.info()
+        assert draw_live(info, theme).to_plotly_json() == live_json(info, theme)
+        run.add({**event(0.5), **memory})
+    layout = live_json(run.info(), theme)["layout"]
+    domains = [layout[f"yaxis{row}"]["domain"] for row in ("", 2, 3, 4)]
+    assert domains[0][1] == 1.0
+    assert domains[3][0] == 0.0
+    assert all(upper[0] - lower[1] == pytest.approx(0.06) for upper, lower in itertools.pairwise(domains))
+    assert [layout[f"xaxis{row}"].get("matches") for row in ("", 2, 3, 4)] == ["x4"] * 3 + [None]
 
 
 def test_before_the_first_event_there_is_a_sentence():
