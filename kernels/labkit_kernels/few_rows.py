@@ -25,7 +25,6 @@ from labkit_kernels.checks import (
     check_shape,
 )
 from labkit_kernels.heuristics import INTERPRETER_SLOTS
-from labkit_kernels.launches import Launches
 from labkit_kernels.ops import begin, capability, interpreting, overlap_options
 from labkit_kernels.words import unpack, word_factor
 
@@ -38,7 +37,6 @@ MANY_COLUMNS = 16384
 # Bytes of each row of W that a program asks the L2 for while the launch before still runs; more got in its way.
 PREFETCH_BYTES = 128
 ACTIVATIONS = (torch.float16, torch.bfloat16)
-_LAUNCHES = Launches()
 
 
 def interleave(weight: torch.Tensor) -> torch.Tensor:
@@ -318,12 +316,7 @@ def few_rows_matmul(
     weight `[out, in]`: in the dtype of x, or e4m3 `interleave`d with `scale` float32 `[out, 1]` or `[1, 1]`; `in` is a
     multiple of 128, but for one row and 16 bits. Raises KernelValueError or KernelTypeError naming the argument.
     """
-    if x.ndim == 2 and x.shape[0] == 1:
-        out = torch.empty(1, weight.shape[0], dtype=x.dtype, device=x.device) if out is None else out
-        if _LAUNCHES.again((x, weight, scale, bias, out), config):
-            return out
     out = _check(x, weight, scale, bias, out)
-    parts_of_one, settings = (x, weight, scale, bias, out), (config,)
     (rows, inputs), columns = x.shape, weight.shape[0]
     config = few_rows_config(rows, columns, inputs, weight.element_size()) if config is None else config
     kind, asm = "native", not interpreting()
@@ -336,8 +329,7 @@ def few_rows_matmul(
     s_column = int(scale is not None and scale.shape[0] > 1)
     options["PREFETCH"] = PREFETCH_BYTES if can_prefetch(weight) else 0
     if rows == 1:
-        _LAUNCHES.first(
-            parts_of_one, settings, _one_row_kernel, (triton.cdiv(columns, config.columns),),
+        _one_row_kernel[(triton.cdiv(columns, config.columns),)](
             *facts, out, columns, inputs, weight.stride(0), s_column, word_factor(kind, asm), COLUMNS=config.columns,
             INPUTS=config.inputs, BIAS=bias is not None, **options,
         )  # fmt: skip

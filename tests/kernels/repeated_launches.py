@@ -15,7 +15,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 
 import torch
-from labkit_kernels import activations, few_rows, launches, norms, paged_decode, paged_prefill, rope_write
+from labkit_kernels import activations, launches, norms, paged_decode, paged_prefill, rope_write
 from labkit_kernels.checks import KernelTypeError, KernelValueError
 from labkit_kernels.decode_plan import DecodeWorkspace
 from labkit_kernels.heuristics import PrefillConfig
@@ -115,7 +115,6 @@ class Case:
         tokens, ints = TOKENS, torch.int32
         self.x, self.residual, self.out = (zeros(tokens, HIDDEN) for _ in range(3))
         self.weight, self.wide, self.gated = zeros(HIDDEN), zeros(tokens, 6 * HIDDEN), zeros(tokens, 3 * HIDDEN)
-        self.square = zeros(HIDDEN, HIDDEN)
         self.qkv = zeros(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
         self.q, self.k, self.v = self.qkv.split((HEADS, KV_HEADS, KV_HEADS), 1)
         self.places = zeros(tokens, dtype=torch.int64)
@@ -153,10 +152,6 @@ class Case:
             ),
             "decode, uneven": lambda: paged_decode.paged_decode(
                 self.queries, *attention, self.scores, workspace=self.workspace, out=self.mixed, **ragged
-            ),
-            "one row": lambda: few_rows.few_rows_matmul(self.x[:1], self.square, out=self.out[:1]),
-            "one row, bias": lambda: few_rows.few_rows_matmul(
-                self.x[:1], self.square, None, self.weight, out=self.out[:1]
             ),
             "prefill": lambda: self.prefill(1),
             "prefill, split": lambda: self.prefill(4),

@@ -22,8 +22,6 @@ UNREAD = {
     "write": SCORES[1:],
     "rope and write": SCORES[1:],
     "plan": ["query_start_loc"],
-    "one row": ["scale", "bias"],
-    "one row, bias": ["scale"],
     "decode": ["lse", "shared_out", "shared_lse", *SCORES],
     "decode, uneven": ["shared_out", "shared_lse", *SCORES],
     "prefill": ["lse", "partial_out", "partial_lse", *SCORES],
