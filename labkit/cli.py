@@ -449,11 +449,11 @@ def bench_tensor_parallel_command(path: Results = Path("results/tensor-parallel.
 
 
 @bench_app.command("claims")
-def bench_claims_command() -> None:
+def bench_claims_command(note: str = "") -> None:
     """What some claims need a card for; `labkit claims` then shows these numbers with card and date."""
     from labkit.advice.claims.on_card import measure_all
 
-    measure_all(say=out)
+    measure_all(say=out, note=note)
 
 
 @bench_app.command("planner")

@@ -139,3 +139,11 @@ def test_what_fails_is_a_row_with_its_error_and_the_rest_goes_on(tmp_path, monke
     rows = {row["key"]: row for row in json.loads(path.read_text())["rows"]}
     assert rows["dtypes"]["error"] == "ValueError: no such kernel"
     assert (rows["logging"]["none"], rows["eager"]["graphs"]) == (3.0, 2.0)
+    assert rows["logging"]["made"][:2] == "20"
+
+
+def test_numbers_stand_with_their_own_dates_and_with_what_ran_beside(monkeypatch):
+    rows = {"a": {"made": "2026-11-30T10"}, "b": {"made": "2026-12-01T00", "note": "other work on the host"}}
+    monkeypatch.setattr(on_card, "card_runs", lambda: {"card": "H200", "made": "2027-01-01", "rows": rows})
+    assert on_card.measured_on("a") == "H200, 2026-11-30"
+    assert on_card.measured_on("a", "b", "none") == "H200, 2026-11-30 and 2026-12-01, other work on the host"

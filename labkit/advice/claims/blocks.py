@@ -32,7 +32,7 @@ def _measured(variant: str, name: str, title: str, factor: float = 1.0) -> dict[
 
 
 def _where() -> dict[str, str]:
-    return {"measured on": measured_on()} if _method() == "measured on a card" else {}
+    return {"measured on": measured_on("counters")} if _method() == "measured on a card" else {}
 
 
 def _method() -> Method:
@@ -75,7 +75,7 @@ def c02() -> Verdict:
     counts = counted(_SMALL, UNPACKED, "l2_hit_rate")
     if counts:
         low, high = sorted((1 - counts[16], 1 - counts[32]))
-        ratios[f"{measured_on()} (measured)"] = high / low
+        ratios[f"{measured_on('counters')} (measured)"] = high / low
     return judged(
         "C02",
         "Block size 16 against 32 changes the L2 miss rate 3.2 times.",

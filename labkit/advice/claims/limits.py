@@ -73,7 +73,7 @@ def _rates(key: str, values: Iterable[int], title: str) -> dict[str, float | str
         return {}
     return {
         **{title.format(value): row[str(value)] for value in values},
-        "measured with labkit's engine on": measured_on(),
+        "measured with labkit's engine on": measured_on(key),
     }
 
 
@@ -177,7 +177,7 @@ def _bandwidth_change_measured() -> dict[str, float | str]:
     )
     return {
         "change when 300 requests come at once, measured, %": 100 * (many / few - 1),
-        "measured with labkit's engine on": measured_on(),
+        "measured with labkit's engine on": measured_on("max-num-seqs"),
     }
 
 
@@ -214,7 +214,8 @@ def c19() -> Verdict:
         stage_weights_bytes(model, whole, Sharing(), form, model.dtype, allocator=allocator)
         for allocator in (False, True)
     )
-    rows = [row for key, row in card_runs()["rows"].items() if key.startswith("reserved")]
+    keys = [key for key in card_runs()["rows"] if key.startswith("reserved")]
+    rows = [card_runs()["rows"][key] for key in keys]
     excess = [row["at the peak"] for row in rows]
     inside = [10 <= value <= 15 for value in excess]
     return judged(
@@ -225,7 +226,7 @@ def c19() -> Verdict:
             "allocated over asked for, weights of Qwen2-7B, by the allocator's rules, %": 100 * (rounded / exact - 1),
             **{f"reserved over allocated at the peak, {row['what']}, %": row["at the peak"] for row in rows},
             **{f"the same, median of its moments, {row['what']}, %": row["median"] for row in rows},
-            "measured on": measured_on() if rows else "no card yet",
+            "measured on": measured_on(*keys) if rows else "no card yet",
         },
         "An engine that allocates weights and pool once reserves hardly more than it hands out; where memory grows and "
         "shrinks, such as a cache that is concatenated at each token, far more is reserved than the guides say. It "

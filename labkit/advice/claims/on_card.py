@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -63,9 +64,12 @@ def counted(model: str, variant: str, name: str) -> dict[int, float]:
     return {size: launch[name] for size, launch in found.items() if launch and launch[name] is not None}
 
 
-def measured_on() -> str:
-    """Card and date of `card_runs`: "NVIDIA H200, 2026-11-30"."""
-    return f"{card_runs()['card']}, {card_runs()['made'][:10]}"
+def measured_on(*keys: str) -> str:
+    """Card, dates of the rows `keys`, and what ran beside: "NVIDIA H200, 2026-11-30, other work on the host"."""
+    rows = [row for row in map(card_row, keys) if row]
+    dates = sorted({row["made"][:10] for row in rows})
+    notes = sorted({row["note"] for row in rows if row.get("note")})
+    return ", ".join([card_runs()["card"], " and ".join(dates), *notes])
 
 
 def excess_percent(states: Sequence[tuple[int, int]]) -> Row:
@@ -333,7 +337,7 @@ MEASUREMENTS: Mapping[str, Callable[[Say], Row]] = {
 
 
 def measure_all(
-    path: str | Path = HOME, say: Say = print, keys: Sequence[str] = (), limit_s: float = LIMIT_S
+    path: str | Path = HOME, say: Say = print, keys: Sequence[str] = (), limit_s: float = LIMIT_S, note: str = ""
 ) -> dict[str, Any]:
     """Measure one after the other and write after each; other rows that the file has of the same card stay.
 
@@ -341,6 +345,7 @@ def measure_all(
         path: of the file; by default the one that the claims read.
         keys: of `MEASUREMENTS`, in that order; all where empty.
         limit_s: what is not begun by then stays out.
+        note: what else ran beside, shown with the numbers.
 
     Raises:
         UnsupportedError: there is no card.
@@ -365,7 +370,7 @@ def measure_all(
             row = {"error": f"{type(error).__name__}: {error}"[:300]}
         gc.collect()
         torch.cuda.empty_cache()
-        rows[key] = {"key": key, **row}
+        rows[key] = {"key": key, **row, "made": datetime.now(UTC).isoformat(timespec="seconds"), "note": note}
         say(f"[{time.monotonic() - start:.1f} s] {rows[key]}")
         content = write_results(path, command=COMMAND, card=card, rows=list(rows.values()), summary={})
     return content

@@ -70,7 +70,7 @@ def c22() -> Verdict:
         {
             "memory in use, float16 over bfloat16": used["float16"] / used["bfloat16"],
             "throughput, float16 over bfloat16, by data-sheet peaks": ratio,
-            **({f"the same, measured with labkit's engine, {measured_on()}": measured} if card else {}),
+            **({f"the same, measured with labkit's engine, {measured_on('dtypes')}": measured} if card else {}),
         },
         "The memory half holds. Tensor cores do both at one rate from capability 8.0 on, so no speed is to be "
         "expected; where there is a difference it comes from kernels. On older cards only float16 has tensor cores.",
@@ -124,7 +124,7 @@ def c24() -> Verdict:
         {
             **{f"lost by eager mode, 8 requests, {name}, A10, %": 100 * cost for name, cost in costs.items()},
             **measured,
-            **({"measured on": measured_on()} if measured else {}),
+            **({"measured on": measured_on("eager", "eager, seven", "eager, many")} if measured else {}),
             "graphs of vLLM, Qwen2-7B, GiB": graphs,
         },
         "It turns where a step takes the card longer than its launches take the host: large models, slow cards, "
@@ -188,7 +188,7 @@ def _paged_measured() -> dict[str, float | str]:
     return {
         **{f"requests at once, {name}, measured": count for name, count in most.items()},
         "throughput, paged over contiguous, measured": row["paged"] / row["contiguous"],
-        "measured with labkit's engine on": measured_on(),
+        "measured with labkit's engine on": measured_on("paged"),
     }
 
 
@@ -252,8 +252,8 @@ def c30() -> Verdict:
         _logging_verdict(row),
         _logging_measured(row) if row else _logging_estimated(),
         "It turns with the number of lines and with what runs beside the card: a line for each step costs next to "
-        "nothing, one for each of many requests reaches it where the card waits for the host. Asynchronous scheduling, "
-        "on by default, hides most of that.",
+        "nothing, one for each of many requests reaches it. Asynchronous scheduling, on by default, hides what fits in "
+        "the card's step beside the engine's own work.",
         "measured on a card" if row else "timing on this CPU",
     )
 
@@ -265,7 +265,7 @@ def _logging_measured(row: dict[str, Any]) -> dict[str, float | str]:
             for ending in ("", _ALONE)
             for which, lines in ((f"a step{ending}", "a line"), (f"a request{ending}", "64 lines"))
         },
-        "measured on": measured_on(),
+        "measured on": measured_on("logging"),
     }
 
 
