@@ -10,8 +10,11 @@ import pytest
 from labkit.errors import UnknownNameError
 from labkit.memory import plan
 from labkit.memory.calibration import log_config
-from labkit.memory.log_explanation import explain_log, explain_log_file, explanation_json
+from labkit.memory.log_explanation import cures, explain_log, explain_log_file, explanation_json
 from labkit.memory.logs import read_log, read_log_file
+from labkit.memory.logs.record import LogRecord
+from labkit.memory.questions import Question, smallest_utilization
+from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_catalogue import catalogue_model
 
@@ -79,6 +82,33 @@ def test_unknown_flags_and_missing_bfloat16():
     assert (swap.cause, "kv-offloading-size" in swap.cures[0].text) == ("unknown_flag", True)
     old = explain_log(read_log("Bfloat16 is only supported on GPUs with compute capability of at least 8.0"))
     assert dict(old.cures[0].changes) == {"dtype": "float16"}
+
+
+@pytest.mark.parametrize(("total_gib", "smallest", "is_offered"), [(23.58, 0.963, True), (23.3, 0.975, False)])
+def test_a_utilization_that_leaves_the_card_no_room_is_no_cure(total_gib, smallest, is_offered):
+    """Above 0.97 the CUDA context and what else is on the card have no place."""
+    card, config = GpuSpec("RTX 3090", round(total_gib * GIB)), EngineConfig(max_model_len=32768)
+    model = catalogue_model("meta-llama/Llama-3.1-8B-Instruct")
+    question = Question(model, card, config.replace(gpu_memory_utilization=0.9), "vllm", "0.6.3")
+    assert smallest_utilization(question) == pytest.approx(smallest, abs=0.003)
+    offered = [cure.changes for cure in cures("length_does_not_fit", question, LogRecord())]
+    assert any("gpu_memory_utilization" in changes for changes in offered) == is_offered
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts", "utilization"),
+    [
+        ({"gpu_memory_utilization": 0.8}, {"requested_bytes": 85, "total_bytes": 100}, 0.8),
+        ({}, {"requested_bytes": 85, "total_bytes": 100}, 0.85),
+        ({}, {"requested_bytes": 120, "total_bytes": 100}, 1.0),
+        ({}, {"total_bytes": 100}, 0.9),
+        ({}, {}, 0.9),
+    ],
+)
+def test_the_utilization_of_a_log_is_the_flag_else_what_it_asked_of_the_card_else_the_versions(
+    flags, facts, utilization
+):
+    assert log_config(LogRecord(flags=flags, facts=facts), 0.9).gpu_memory_utilization == utilization
 
 
 def test_foreign_and_empty_text_get_a_clear_answer():
