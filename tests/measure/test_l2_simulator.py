@@ -206,6 +206,8 @@ def test_what_cannot_be_simulated_is_said():
     for change in ({"block_size": 0}, {"block_size": 257}, {"head_dim": True}, {"window": 0}):
         with pytest.raises(OutOfRangeError):
             AttentionShape(BatchShape.decode(2, 64), **change)
+    with pytest.raises(OutOfRangeError, match="max_model_len"):
+        AttentionShape(BatchShape((64, 2**20 + 1), (1, 1)))
 
 
 def test_calibration_of_a_card_is_found_and_read_strictly(tmp_path):
