@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -105,3 +106,24 @@ def test_the_file_says_how_far_equal_runs_lie_apart(monkeypatch, tmp_path):
     stored = json.loads(path.read_text())
     assert [row["part"] for row in stored["rows"]] == [card_sweep.REPEAT]
     assert stored["summary"] == {}
+
+
+def test_several_parts_run_in_processes_of_their_own(monkeypatch, tmp_path):
+    started, ran, codes = [], [], iter((0, 3))
+
+    def run(command, check):
+        started.append(command[1:])
+        return SimpleNamespace(returncode=next(codes))
+
+    monkeypatch.setattr(card_sweep, "check_card", lambda: None)
+    monkeypatch.setattr(card_sweep, "run_part", lambda *arguments: ran.append(arguments))
+    monkeypatch.setattr(card_sweep.subprocess, "run", run)
+    path = tmp_path / "sweep.json"
+    monkeypatch.setattr("sys.argv", ["card_sweep", str(path), "microbenchmark=15", "second-model=20"])
+    with pytest.raises(SystemExit, match="3"):
+        card_sweep.main()
+    command = ["-m", "labkit.experiments.card_sweep", str(path)]
+    assert started == [[*command, "microbenchmark=15"], [*command, "second-model=20"]]
+    monkeypatch.setattr("sys.argv", ["card_sweep", str(path), "second-model"])
+    card_sweep.main()
+    assert ran == [("second model", path, 120.0)]
