@@ -47,6 +47,7 @@ from labkit.terminal import (
     show_table,
     warn,
     warn_of_no_card,
+    warn_of_other_machine,
 )
 
 if TYPE_CHECKING:
@@ -241,11 +242,7 @@ def run(
     from labkit.experiments.export import to_json
 
     with labkit.Session(model=model, gpu=gpu, workload=traffic, store=store) as session, ProgressLine() as progress:
-        if not session.gpu.is_cpu and not session.runs_on_card:
-            warn(
-                f"{session.gpu.name} is not here, so this machine's CPU runs it and says nothing of that card; "
-                "labkit simulate serves the trace on a virtual one"
-            )
+        warn_of_other_machine(session.gpu)
         record = session.run(EngineConfig(**knobs), on_event=progress)
     if as_json:
         sys.stdout.write(to_json(record) + "\n")
@@ -318,6 +315,7 @@ def tune(
     from labkit.tune import DEMO
     from labkit.tune import tune as tune_session
 
+    warn_of_other_machine(labkit.load_gpu("cpu" if demo else gpu))
     options = {"model": model, "gpu": gpu, "workload": workload, "budget_s": budget_s, **(DEMO if demo else {})}
     with ProgressLine() as progress:
         result = tune_session(**options, out=out_file, engine_version=vllm, store=store, on_event=progress)

@@ -11,6 +11,7 @@ from typing import Any
 
 from labkit.errors import UnsupportedError
 from labkit.files import write_atomic
+from labkit.specs import load_gpu, load_model
 from labkit.specs.knob_text import config_from_text, config_to_text
 
 
@@ -55,8 +56,10 @@ def write_panel_notebook(path: Path, settings: str, **session: Any) -> Path:
     """Write `panel_notebook` of the same arguments to `path` and return the path.
 
     Raises:
-        FileFormatError: the path cannot be written. LabkitError: as `panel_notebook`.
+        FileFormatError: the path cannot be written. LabkitError: as `panel_notebook`; no such model or card.
     """
+    for name, load in (("model", load_model), ("gpu", load_gpu)):
+        load(session[name])
     return write_atomic(path, panel_notebook(settings, **session))
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from labkit.measure.run_record import RunRecord
     from labkit.memory.log_explanation import LogExplanation
     from labkit.memory.records import MemoryPlan
+    from labkit.specs.gpu_spec import GpuSpec
     from labkit.specs.presets import Preset
     from labkit.specs.workload import Workload
 
@@ -109,6 +110,17 @@ def show_notes(plan: MemoryPlan, without: Sequence[str] = ()) -> None:
     for note in plan.notes:
         if note not in without:
             out(f"note: {note}")
+
+
+def warn_of_other_machine(gpu: GpuSpec) -> None:
+    """Say that a run for a card that is not here is the CPU's."""
+    from labkit.experiments.card import runs_on
+
+    if not gpu.is_cpu and not runs_on(gpu):
+        warn(
+            f"{gpu.name} is not here, so this machine's CPU runs it and says nothing of that card; labkit simulate "
+            "serves the trace on a virtual one"
+        )
 
 
 def warn_of_no_card(asked: str, plan: MemoryPlan) -> None:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from labkit import format as shown
+from labkit.advice.cures import cures
 from labkit.doctor.accelerator import check_processes, check_temperature
 from labkit.doctor.card_test import check_planned_pool
 from labkit.doctor.check import Check, Examination
@@ -19,6 +20,7 @@ from labkit.errors import LabkitError
 from labkit.memory.explain import DOUBT
 from labkit.memory.questions import Question, smallest_utilization
 from labkit.memory.records import MemoryPlan
+from labkit.memory.rules import vllm_rules
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_spec import ModelSpec
@@ -115,7 +117,8 @@ def check_fit(found: MemoryPlan, question: Question) -> Check:
         return Check("fit", "problem", evidence, "the budget is not free on the card", works)
     if found.verdict == "may not fit":
         doubts = "; ".join(note.removeprefix(DOUBT) for note in found.notes if note.startswith(DOUBT))
-        return Check("fit", "warning", evidence, doubts, "lower --max-model-len or --max-num-seqs a little")
+        sure = " or ".join(cure.text.partition(":")[0] for cure in cures(found)[:3])
+        return Check("fit", "warning", evidence, doubts, sure or "a start-up log of this host: labkit plan --log")
     return Check("fit", "ok", evidence)
 
 
@@ -160,8 +163,13 @@ def check_length(config: EngineConfig, model: ModelSpec) -> Check:
 
 
 def check_block_size(found: MemoryPlan) -> Check:
-    """The guide wants max-model-len divisible by the block size; nothing needs that."""
+    """Whether a backend takes the size. The guide wants max-model-len divisible by it; nothing needs that."""
     size, length = found.config.block_size, found.config.max_model_len or 0
+    why = (
+        "" if found.gpu.is_cpu or found.engine != "vllm" else vllm_rules(found.engine_version).refused_block_size(size)
+    )
+    if why:
+        return Check("block-size", "problem", f"{size} tokens", why, "leave --block-size out")
     if length % size == 0:
         return Check("block-size", "ok", f"{size} divides {shown.count(length)}")
     return Check(

@@ -75,6 +75,12 @@ def question_for(
         calibration=calibration,
         overrides=Overrides(**{name: None if value is None else round(value * GIB) for name, value in sizes.items()}),
     )
+    total = question.gpu.total_bytes if total_gib is None else total_gib * GIB
+    if free_gib is not None and free_gib * GIB > total:
+        raise OutOfRangeError(
+            f"more cannot be free than the card has: {gib(free_gib)}", available=gib(total / GIB),
+            works=gib(total / GIB), knob="--free-gib",
+        )  # fmt: skip
     return _with_longest(question) if is_auto else question
 
 

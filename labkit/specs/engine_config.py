@@ -22,6 +22,7 @@ KV_CACHE_DTYPES = (
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 # vLLM's knobs of drafts and their acceptance, from 0.6 to 0.33.
 _SPECULATIVE = re.compile(r"spec(ulative|_decod|_method|_model|_tokens)|ngram_prompt|num_lookahead|typical_acceptance")
+_PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)\s*%")
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,17 @@ class Knob:
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number) or (self.kind is int and number != int(number)):
-            raise self._error(value, f"a {'whole ' if self.kind is int else ''}number, {self._range()}", None)
+            raise self._error(
+                value, f"a {'whole ' if self.kind is int else ''}number, {self._range()}", self._example(value)
+            )
         return self.kind(value)
+
+    def _example(self, value: Any) -> str:
+        """What "90%" or a word stands for, as this knob takes it."""
+        percent = _PERCENT.fullmatch(str(value).strip()[:20])
+        if percent and self.maximum == 1:
+            return f"{float(percent.group(1)) / 100:g}"
+        return "auto" if self.optional else f"{self.minimum:g}" if self.minimum is not None else "0"
 
     def _range(self) -> str:
         unit = f" {self.unit}" if self.unit else ""

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from labkit import cli
 from labkit.advice.claims import judge
+from labkit.doctor.preflight import check_block_size, check_fit
 from labkit.errors import LabkitError, OutOfRangeError, UnknownNameError
 from labkit.memory import plan
 from labkit.memory.machine import question_for
@@ -107,3 +108,46 @@ def test_a_trace_of_a_header_alone_says_what_works(tmp_path, call):
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
     with pytest.raises(LabkitError, match=r"a header alone.*labkit traces"):
         call("simulate", "--workload", str(path))
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "works"),
+    [
+        ("--gpu-memory-utilization", "90%", "0.9"), ("--gpu-memory-utilization", "half", "0.01"),
+        ("--max-model-len", "long", "auto"), ("--block-size", "1.5", "1"),
+    ],
+)  # fmt: skip
+def test_what_is_no_number_gets_one_that_works(call, flag, value, works):
+    with pytest.raises(OutOfRangeError) as refused:
+        call("plan", "--gpu", "A10", flag, value)
+    assert refused.value.works == works
+
+
+def test_more_than_the_card_has_cannot_be_free(call):
+    with pytest.raises(OutOfRangeError, match="--free-gib"):
+        call("plan", "--gpu", "A10", "--free-gib", "100")
+    assert "fits" in call("plan", "--gpu", "A10", "--free-gib", "20")
+    assert "fits" in call("plan", "--gpu", "A10", "--total-gib", "120", "--free-gib", "100")
+
+
+def test_a_panel_for_a_model_that_is_none_is_not_written(call, tmp_path):
+    for wrong in (("--model", "nosuch"), ("--gpu", "nosuch")):
+        with pytest.raises(UnknownNameError):
+            call("panel", "--no-start", "--out", str(tmp_path / "p.ipynb"), *wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_preflight_gives_no_clean_bill_to_a_block_size_that_vllm_refuses():
+    check = check_block_size(plan_of(block_size=17))
+    assert (check.status, "multiple of 16" in check.cause) == ("problem", True)
+    assert check_block_size(plan_of(block_size=48)).status == "ok"
+
+
+def test_preflight_names_what_makes_a_doubtful_plan_sure():
+    question = question_for("Qwen/Qwen2.5-32B-Instruct", "H100 SXM")
+    check = check_fit(question.plan(), question)
+    assert (check.status, check.fix.startswith("--quantization fp8 or ")) == ("warning", True)
+
+
+def plan_of(**knobs):
+    return plan(load_model("Qwen/Qwen2-7B"), load_gpu("A10"), EngineConfig(**knobs), engine="vllm")
