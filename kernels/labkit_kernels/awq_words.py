@@ -23,7 +23,7 @@ from labkit_kernels.checks import (
     check_out,
     check_shape,
 )
-from labkit_kernels.few_rows import MANY_COLUMNS, begin_fetching, can_prefetch, even_parts, sum_parts
+from labkit_kernels.few_rows import begin_fetching, can_prefetch, even_parts, sum_parts
 from labkit_kernels.heuristics import INTERPRETER_SLOTS
 from labkit_kernels.ops import interpreting, overlap_options
 
@@ -333,11 +333,8 @@ class WordsConfig:
     is_scaled: bool = False
 
 
-def words_config(rows: int, columns: int) -> WordsConfig:
-    """Settings for `columns` outputs as measured on an H200. Two warps take HMMA, whose product of 8 or 16 rows is
-    shorter than WGMMA's."""
-    if rows <= 8 or (rows <= 16 and columns > MANY_COLUMNS):
-        return WordsConfig(columns=64, rows=8 if rows <= 8 else 16, warps=2, ctas_per_sm=8)
+def words_config(rows: int) -> WordsConfig:
+    """Settings as measured on an H200."""
     if rows <= 64:
         return WordsConfig(rows=max(16, triton.next_power_of_2(rows)), ctas_per_sm=3 if rows <= 32 else 2)
     return WordsConfig(columns=256, rows=128, warps=8, ctas_per_sm=1, is_scaled=True)
@@ -367,7 +364,7 @@ def words_matmul(
     if rows > MAX_ROWS:
         return torch.mm(x, words_dequantise(weight, x.dtype).t(), out=out)
     if rows > 0:
-        _launch(x, weight, out, words_config(rows, columns) if config is None else config)
+        _launch(x, weight, out, words_config(rows) if config is None else config)
     return out
 
 
