@@ -86,6 +86,6 @@ def of_run(run_id: str, store: str | None) -> dict[str, Any]:
     in_catalogue = run.model.source in ("", "catalogue")
     return {
         "settings": config_to_text(run.config), "model": run.model.name if in_catalogue else run.model.source,
-        "gpu": run.gpu.name, "workload": str(run.workload.get("name", "")),
+        "gpu": run.gpu.lookup, "workload": str(run.workload.get("name", "")),
         "limit": int(run.workload.get("num_requests", 100)), "run_ids": [run.run_id], "store": store,
     }  # fmt: skip

@@ -229,7 +229,7 @@ def _reproduce(best: RunRecord | None, plan: MemoryPlan | None) -> str:
     settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
     in_catalogue = plan.model.source in ("", "catalogue")
     model = plain(plan.model.name if in_catalogue else plan.model.source, 400)
-    gpu = plain(plan.gpu.name, 80)
+    gpu = plain(plan.gpu.lookup, 400)
     lines = [f"# {panel_command(plan.config, model=model, gpu=gpu)}", "import labkit",
              f"config = labkit.EngineConfig({settings})"]  # fmt: skip
     if best is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,4 +54,5 @@ def gpu_from_file(path: Path) -> GpuSpec:
         raise FileFormatError(
             f"compute_capability in {where} is {plain(repr(entry['compute_capability']), 80)}", works='"9.0"'
         )
-    return spec_from_entry(plain(fields.text("name", default=path.stem), 80), entry)
+    spec = spec_from_entry(plain(fields.text("name", default=path.stem), 80), entry)
+    return replace(spec, source=str(path.absolute()))

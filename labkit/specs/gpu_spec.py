@@ -19,6 +19,7 @@ class GpuSpec:
         bf16_flops, fp8_flops: dense tensor-core peak in FLOP/s; None where the card has none.
         origin: "nvml", "catalogue" or "cpu".
         uuid: NVML's identity of the card, None from the catalogue.
+        source: path of the file that described it, "" for other cards.
     """
 
     name: str
@@ -34,6 +35,12 @@ class GpuSpec:
     fp8_flops: float | None = None
     origin: str = "catalogue"
     uuid: str | None = None
+    source: str = ""
+
+    @property
+    def lookup(self) -> str:
+        """What `load_gpu` takes to find this card again: its file where it has one, else its name."""
+        return self.source or self.name
 
     @property
     def is_cpu(self) -> bool:

@@ -422,7 +422,7 @@ class Panel(ipw.VBox):
         session = self.session
         model = getattr(session, "source", "") or session.model.name
         traffic = getattr(session.workload, "name", "")
-        return panel_command(self.config, model=model, gpu=session.gpu.name, workload=traffic)
+        return panel_command(self.config, model=model, gpu=session.gpu.lookup, workload=traffic)
 
     @classmethod
     def from_text(cls, session: SessionLike, text: str) -> Panel:

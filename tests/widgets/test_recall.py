@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 import labkit
 from labkit.cli import app
 from labkit.errors import StoreError
+from labkit.experiments import RunStore
+from labkit.panel_notebook import of_run
 from labkit.specs.engine_config import EngineConfig
 from labkit.widgets import Panel
 from tests.widgets.fake_session import FakeSession
@@ -92,3 +94,19 @@ def test_labkit_panel_opens_a_stored_run(store, tmp_path):
     assert f"block_size={run.config.block_size}" in cell or run.config.block_size == 16
     missing = CliRunner().invoke(app, ["panel", "--run", "nowhere", "--store", store, "--no-start"])
     assert "no run 'nowhere'" in str(missing.exception)
+
+
+def test_a_card_of_ones_own_is_found_again_by_its_file(store, tmp_path):
+    file = tmp_path / "RTX A6000.json"
+    file.write_text(json.dumps({"planned_total_mib": 48540, "mem_bandwidth_gb_s": 768, "bf16_dense_tflops": 155}))
+    traffic = labkit.load_workload("azure-2023-conv", limit=3, max_input_tokens=64, max_output_tokens=8)
+    own = str(tmp_path / "own.sqlite3")
+    with labkit.Session("Qwen/Qwen3-8B", str(file), traffic, store=own) as session:
+        run = session.simulate(EngineConfig(max_model_len=2048))
+        panel = Panel(session, EngineConfig(max_model_len=2048))
+        assert f"--gpu='{file}'" in panel.text
+        report = session.report(tmp_path / "r.html").read_text()
+        panel.settle()
+    assert str(file) in report
+    assert of_run(run.run_id, own)["gpu"] == str(file)
+    assert RunStore(own).get(run.run_id).gpu == labkit.load_gpu(file)
