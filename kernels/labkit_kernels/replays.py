@@ -2,7 +2,8 @@
 
 Between the kernels of a graph, an H200 (driver 580.159) waits one of two times: 0.1 µs, or 0.35 µs more, which is 5 to
 12 % of a decode step. Which one hangs on what was launched last outside graphs: the shorter one after two programmatic
-launches in a row, until some ordinary ones came; see kernels/NOTES.md. No documentation tells why.
+launches in a row, until some ordinary ones came, though not in every process; see kernels/NOTES.md. No documentation
+tells why.
 """
 
 from __future__ import annotations
