@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,12 +37,11 @@ _WIDE_FORMATS = ("16bit", "32bit", "awq", "gptq", "int4", "gguf")
 Array = np.ndarray
 
 
-def _nothing() -> Array:
-    return np.zeros(1)
+_NOTHING = np.zeros(1)
+_NOTHING.setflags(write=False)
 
 
-@dataclass(frozen=True)
-class StepLoad:
+class StepLoad(NamedTuple):
     """Work of one or many steps; every field is an array, [steps] or [1] for all of them.
 
     Attributes:
@@ -57,9 +57,9 @@ class StepLoad:
     num_sampled: Array
     kv_tokens: tuple[Array, ...]
     pairs: tuple[Array, ...]
-    swapped_bytes: Array = field(default_factory=_nothing)
-    num_prompt_tokens: Array = field(default_factory=_nothing)
-    num_prompts: Array = field(default_factory=_nothing)
+    swapped_bytes: Array = _NOTHING
+    num_prompt_tokens: Array = _NOTHING
+    num_prompts: Array = _NOTHING
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -121,8 +122,7 @@ def _pairs(prompts: list[tuple[int, int]], window: int) -> int:
     return sum(min(pairs, queries * window) if window else pairs for queries, pairs in whole)
 
 
-@dataclass(frozen=True)
-class Jump:
+class Jump(NamedTuple):
     """Steps that were taken together; arrays of one entry a step, fields as in `StepRow`.
 
     `num_decode_tokens` is the same in all; only the last step can end requests, which are `finished`.
@@ -167,8 +167,9 @@ class VirtualEngine(Engine):
         super().add_request(request)
 
     def _check_prompt(self, request: EngineRequest) -> None:
-        # No model reads the tokens, so that they need not be in its vocabulary; one of them is enough to look at.
-        super()._check_prompt(replace(request, prompt_token_ids=request.prompt_token_ids[:1]))
+        # No model reads the tokens, so that they need not be in its vocabulary; a prompt without any is refused.
+        if len(request.prompt_token_ids) == 0:
+            super()._check_prompt(request)
 
     def step(self) -> StepResult:
         """See `Engine.step`."""
@@ -331,5 +332,5 @@ def usable_plan(plan: MemoryPlan) -> MemoryPlan:
 
 
 def quick_hash(parent_hash: Hashable, token_ids: SequenceOf[int]) -> int:
-    """A hash for books that no one attacks; the pool compares content wherever hashes agree."""
-    return hash((parent_hash, tuple(token_ids)))
+    """A hash of a tuple, for books that no one attacks; the pool compares content wherever hashes agree."""
+    return hash((parent_hash, token_ids))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import repeat
+from functools import lru_cache
 
 from labkit.engine.engine import RequestOutput, StepResult
 from labkit.engine.launch_rules import labkit_rules, vllm_launch_rules
@@ -209,7 +209,7 @@ class VirtualRun:
         request = self._workload.requests[index]
         self._engine.gpu.now_s += self._admission_s
         prompt = stand_in_prompt(self._workload, index, self._engine.plan.model.vocab_size)
-        sampling = SamplingParams(max_tokens=max(1, request.output_tokens), ignore_eos=True)
+        sampling = _sampling(max(1, request.output_tokens))
         try:
             self._engine.add_request(EngineRequest(index, prompt, sampling, self._arrivals[index]))
         except (DoesNotFitError, OutOfRangeError) as error:
@@ -252,6 +252,11 @@ class VirtualRun:
             self._requests += [request_row(output) for output in self._engine.step().finished]
 
 
+@lru_cache(maxsize=4096)
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
 def stand_in_prompt(workload: Workload, index: int, vocab_size: int) -> tuple[int, ...]:
     """Token ids that share with other requests exactly the prefixes that the workload says; where it says none, a
     prompt that only differs from all others, as nobody reads it."""
@@ -273,13 +278,13 @@ def step_row(result: StepResult) -> StepRow:
 
 def jump_rows(jump: Jump) -> list[StepRow]:
     """The rows of the steps of a jump."""
-    num_steps, tokens = len(jump.start_s), jump.num_decode_tokens
-    changing = ("start_s", "duration_s", "num_running", "num_blocks_used", "num_blocks_cached", "num_tokens_stored")
-    same = {"num_tokens": tokens, "num_prefill_tokens": 0, "num_decode_tokens": tokens, "num_waiting": jump.num_waiting}
+    num_steps = len(jump.start_s)
+    tokens, none = [jump.num_decode_tokens] * num_steps, [0] * num_steps
     return step_rows(
-        {name: getattr(jump, name).tolist() for name in changing}
-        | {name: repeat(value, num_steps) for name, value in same.items()}
-    )
+        jump.start_s.tolist(), jump.duration_s.tolist(), tokens, none, tokens, jump.num_running.tolist(),
+        [jump.num_waiting] * num_steps, jump.num_blocks_used.tolist(), jump.num_blocks_cached.tolist(),
+        jump.num_tokens_stored.tolist(), none, none,
+    )  # fmt: skip
 
 
 def request_row(output: RequestOutput) -> RequestRow:

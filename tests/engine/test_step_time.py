@@ -94,7 +94,7 @@ def test_tables_hold_what_the_model_computes(name, launch):
     # One token, padded ones, the largest step, and one that no table has.
     for tokens, rows in ((1, 1), (37, 33), (700, 12), (2048, 64), (40_000, 64)):
         work = load(model, tokens, rows, 9000.0, 5000.0)
-        work = dataclasses.replace(work, num_prompt_tokens=np.array([float(tokens - rows)]))
+        work = work._replace(num_prompt_tokens=np.array([float(tokens - rows)]))
         assert tabulated.seconds(work) == pytest.approx(model.seconds(work), rel=1e-12)
     changed = dataclasses.replace(tabulated, constants=model.constants.replace(flops_efficiency=0.1))
     plain = dataclasses.replace(model, constants=changed.constants)
@@ -184,7 +184,7 @@ def test_steps_run_padded_in_their_graphs_or_are_launched():
     )
 
     def seconds(tokens, prompts):
-        work = dataclasses.replace(load(model, tokens, 4.0, 100.0, 100.0), num_prompt_tokens=np.array([float(prompts)]))
+        work = load(model, tokens, 4.0, 100.0, 100.0)._replace(num_prompt_tokens=np.array([float(prompts)]))
         return model.seconds(work)[0]
 
     assert seconds(41, 0) == seconds(48, 0) < seconds(49, 0)
