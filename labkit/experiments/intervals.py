@@ -1,8 +1,9 @@
 """Intervals of predictions after calibration by one to three runs, from runs that the constants never saw.
 
-An interval is two factors on a predicted value between which nine in ten measured ones lie. It is conformal: the
-middle of log(measured/predicted) of other runs, as far to both sides as nine in ten of them go. It is judged on runs
-that are left out, whole models of them at a time.
+An interval is two factors on a predicted value between which nine in ten measured ones lie. It is conformal: as far to
+both sides of the prediction as |log(measured/predicted)| goes in nine of ten other runs. It is not moved to the middle
+of those: runs of one kind err together, and what they share is not what the next kind has. It is judged on runs that
+are left out, whole kinds of them at a time.
 """
 
 from __future__ import annotations
@@ -28,16 +29,14 @@ Ratio = tuple[Hashable, float]
 
 
 def conformal(log_ratios: Sequence[float]) -> Interval:
-    """Factors between which `SHARE` of new ratios lie, when they come as these did: the middle one of
-    log(measured/predicted), and to both sides the distance that the ceil((n + 1) · SHARE)-th nearest of them has.
+    """Factors between which `SHARE` of new ratios lie, when they come as these did: to both sides of 1 the
+    ceil((n + 1) · SHARE)-th smallest |log(measured/predicted)|.
 
     With fewer than nine ratios no distance is known to hold so many: the largest stands for it.
     """
-    values = np.asarray(log_ratios, dtype=float)
-    middle = float(np.median(values))
-    distances = np.sort(np.abs(values - middle))
-    half = float(distances[min(len(values), math.ceil((len(values) + 1) * SHARE)) - 1])
-    return math.exp(middle - half), math.exp(middle + half)
+    distances = np.sort(np.abs(np.asarray(log_ratios, dtype=float)))
+    half = float(distances[min(len(distances), math.ceil((len(distances) + 1) * SHARE)) - 1])
+    return math.exp(-half), math.exp(half)
 
 
 def is_inside(log_ratio: float, interval: Interval) -> bool:

@@ -21,12 +21,12 @@ from labkit.experiments.public_runs import predict, public_runs
 
 
 def test_an_interval_by_hand():
-    # Of eleven the ceil(12 · 0.9) = 11th nearest to the middle, 0.05, counts: 0.05 away.
-    ratios = [0.01 * number for number in range(11)]
-    assert conformal(ratios) == pytest.approx((math.exp(0.0), math.exp(0.1)))
+    # Of eleven the ceil(12 · 0.9) = 11th nearest to 0 counts, on whichever side it lies.
+    ratios = [-0.01 * number for number in range(11)]
+    assert conformal(ratios) == pytest.approx((math.exp(-0.1), math.exp(0.1)))
     # Of twenty the 19th nearest counts: one that is far off does not.
     assert conformal([0.0] * 19 + [3.0]) == (1.0, 1.0)
-    assert conformal([0.2]) == pytest.approx((math.exp(0.2), math.exp(0.2)))
+    assert conformal([0.2]) == pytest.approx((math.exp(-0.2), math.exp(0.2)))
     assert is_inside(0.1, conformal(ratios))
     assert not is_inside(0.11, conformal(ratios))
     assert width_percent((0.9, 1.1)) == pytest.approx(10.0)
