@@ -62,13 +62,17 @@ def store_url(url: str | os.PathLike[str] | None) -> sa.URL:
     The user's store is `runs.sqlite3` in the folder that `LABKIT_HOME` names, or else in the user's data folder.
 
     Raises:
-        StoreError: text that looks like a URL and is none.
+        StoreError: text that looks like a URL and is none, or a folder.
     """
     if url is None:
         return sa.URL.create("sqlite", database=str(own_store_path()))
     text = os.fspath(url)
     if "://" not in text:
-        return sa.URL.create("sqlite", database=str(Path(text).expanduser()))
+        path = Path(text).expanduser()
+        if path.is_dir():
+            works = f"a file in it: {plain(path / STORE_NAME)}"
+            raise StoreError(f"{plain(path)} is a folder", works=works, knob="store")
+        return sa.URL.create("sqlite", database=str(path))
     try:
         return sa.make_url(text)
     except sa.exc.ArgumentError as error:

@@ -78,3 +78,10 @@ def test_the_users_own_store_may_be_missing(monkeypatch, tmp_path):
 def test_a_store_that_is_there_is_read(tmp_path):
     RunStore(tmp_path / "runs.sqlite3").close()
     assert RunStore(tmp_path / "runs.sqlite3", must_exist=True).list_runs() == ()
+
+
+def test_a_folder_is_no_store(tmp_path):
+    with pytest.raises(StoreError, match=r"is a folder .*runs\.sqlite3") as raised:
+        RunStore(tmp_path)
+    assert raised.value.knob == "store"
+    assert files_of(tmp_path) == []
