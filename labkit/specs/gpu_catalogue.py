@@ -55,7 +55,7 @@ def catalogue_gpu(name: str) -> GpuSpec:
         raise UnknownNameError(
             f"there is no GPU called {plain(name, 80)!r} in the catalogue",
             available=", ".join((*gpu_names(), "auto", "cpu")),
-            works=close,
+            works=f"{close}, or a .json file of your card" if close else "a .json file of your card",
             knob="gpu",
         )
     return spec_from_entry(found, _entries()[found])

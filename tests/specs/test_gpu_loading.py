@@ -91,7 +91,7 @@ def test_totals_are_those_of_vllm_logs():
 def test_unknown_card_names_the_nearest():
     with pytest.raises(UnknownNameError) as caught:
         load_gpu("RTX 4080")
-    assert caught.value.works == "RTX 4090"
+    assert caught.value.works == "RTX 4090, or a .json file of your card"
 
 
 @pytest.mark.parametrize("bad", ["", None, 3, "\x1b[31m", "x" * 5000])

@@ -301,3 +301,8 @@ def test_ranges_of_a_file_are_limited(tmp_path, monkeypatch, num_ranges, is_read
     else:
         with pytest.raises(FileFormatError, match="line 2"):
             load_workload(path)
+
+
+def test_a_list_of_objects_is_told_to_be_lines(tmp_path):
+    with pytest.raises(FileFormatError, match="one object on each line"):
+        load_workload(write(tmp_path, "x.json", '[{"timestamp": 0, "input_length": 5, "output_length": 1}]'))
