@@ -69,7 +69,7 @@ def read_rows(lines: Iterable[tuple[int, str]], name: str) -> tuple[TraceForm, I
     if first[1].lstrip().startswith("{"):
         return _MOONCAKE, _json_rows(_chained(first, iterator), name)
     if first[1].lstrip().startswith("["):
-        raise FileFormatError(f"{name} is one JSON list", works="JSON lines: one object on each line, no list around them")
+        raise FileFormatError(f"{name} is one JSON list", works="JSON lines: one object on each line")
     columns = [column.strip().casefold() for column in _split(first[1], name, first[0])]
     form = _form_of(columns, name)
     return form, _csv_rows(iterator, name, columns, form)
