@@ -57,6 +57,7 @@ def test_what_the_engine_did_not_take_is_a_refused_row(recorder):
     recorder.refuse(4, "too long")
     (row,), _ = recorder.take_rows()
     assert row == RequestRow(4, 0.25, None, None, 30, 0, finish_reason="refused: too long")
+    assert recorder.num_finished == 1
 
 
 def test_a_run_that_breaks_off_keeps_the_tokens_that_were_given(recorder):
