@@ -1,11 +1,9 @@
 """A sweep of the real engine on the card that is here, as ground truth for the virtual one: one short run a setting.
 
-    python -m labkit.experiments.card_sweep results/h200-sweep.json microbenchmark=60
-    python -m labkit.experiments.card_sweep results/h200-sweep.json grid=120
-    python -m labkit.experiments.card_sweep results/h200-unseen.json microbenchmark=60
-    python -m labkit.experiments.card_sweep results/h200-unseen.json unseen=60 second-model=60
+    python -m labkit.experiments.card_sweep results/h200-sweep.json microbenchmark=60 grid=120
+    python -m labkit.experiments.card_sweep results/h200-unseen.json microbenchmark=60 unseen=60 second-model=60
 
-The microbenchmark has a process of its own: a grid whose process had run it before was slower in part.
+Each part has a process of its own: a grid whose process had run the microbenchmark before was slower in part.
 Rows hold what a run was judged by and every step in short columns, so that all comparisons can be made later without
 a card. The file is written anew after each run: what ran is kept when the time is over. Random weights.
 """
