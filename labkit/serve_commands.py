@@ -45,7 +45,7 @@ def diff(
     model: OtherModel = None,
     vllm: Vllm = "0.33.0",
     workload: Annotated[str | None, typer.Option(help="A trace to simulate with each; for the rate.")] = None,
-    limit: Limit = 48,
+    limit: Limit = 128,
     as_json: AsJson = False,
 ) -> None:
     """Two commands side by side: each difference with what it does by itself, then all together."""

@@ -57,7 +57,7 @@ def simulate_command(
 
 
 @takes_knobs
-@takes_traffic(limit=48)
+@takes_traffic(limit=128)
 def advise_command(
     knobs: dict[str, Any],
     traffic: Workload,

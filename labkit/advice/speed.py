@@ -12,8 +12,8 @@ from labkit.measure.summary import RunSummary, summarize
 from labkit.memory.records import MemoryPlan
 from labkit.specs.workload import RequestSpec, Workload
 
-# Enough for a p99 to be one of the slowest, few enough for a dozen proposals in some seconds.
-MAX_REQUESTS = 48
+# Enough to fill a card's KV cache with today's models, few enough for a dozen proposals in some seconds.
+MAX_REQUESTS = 128
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Speed:
         rate: output tokens per second (`unit` "tok/s"), or requests where each gives one token ("req/s"), when all
             requests wait: more than that the configuration cannot give, so a gain of it is an upper bound.
         ttft_p99_s, inter_token_p99_s: at the traffic's own arrivals; None where there is no such time.
-        basis: "simulated", "simulated on 48 requests" of a longer traffic, either followed by ", scaled to a run".
+        basis: "simulated", "simulated on 128 requests" of a longer traffic, either followed by ", scaled to a run".
         record: of the traffic at its own arrivals.
     """
 

@@ -111,7 +111,7 @@ def test_a_task_shows_its_goal_and_brings_its_traffic(panel):
     assert panel.session.workload.name == "azure-2023-conv"
     assert "azure-2023-conv" in panel.answer.heading
     assert panel.task_line.buttons == []
-    assert "its goal (simulated on 48 requests)" in panel.task_line.text
+    assert "its goal (simulated on 128 requests)" in panel.task_line.text
     panel.knob_set.presets.value = ""
     assert panel.task_line.text == ""
 
