@@ -126,5 +126,9 @@ def test_report_of_stored_runs(run_tune, tmp_path):
     assert result.run_ids[1] not in one.read_text()
     with pytest.raises(StoreError, match="no run 'x'"):
         report_of_runs(["x"], out=tmp_path / "none.html", store=store)
+    with pytest.raises(StoreError, match=r"there is no store .*missing\.db.*in that folder: runs\.sqlite3"):
+        report_of_runs(out=tmp_path / "none.html", store=tmp_path / "missing.db")
+    assert not (tmp_path / "missing.db").exists()
+    RunStore(tmp_path / "empty.db").close()
     with pytest.raises(StoreError, match="there is no run"):
         report_of_runs(out=tmp_path / "none.html", store=tmp_path / "empty.db")
