@@ -1,7 +1,7 @@
 """`tighten`: has the kernels of the graph that is replayed next follow each other more closely.
 
-Between the kernels of a graph, an H200 (driver 580.159) waits one of two times: 0.1 µs, or 0.35 µs more, which is 5 to
-12 % of a decode step. Which one hangs on what was launched last outside graphs: the shorter one after two programmatic
+Between the kernels of a graph, an H200 (driver 580.159) waits one of two times: 0.1 µs, or 0.35 µs more, which is 3 to
+10 % of a decode step. Which one hangs on what was launched last outside graphs: the shorter one after two programmatic
 launches in a row, until some ordinary ones came, though not in every process; see kernels/NOTES.md. No documentation
 tells why.
 """

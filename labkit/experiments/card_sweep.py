@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", help="microbenchmark, grid, unseen or second-model, each with =SECONDS")
     options = parser.parse_args()
     if len(options.parts) > 1:
-        # In processes of their own, as users calibrate and serve: replays are slower after parts of a calibration.
+        # In processes of their own, as users calibrate and serve; replays were slower in one that had done both.
         command = [sys.executable, "-m", "labkit.experiments.card_sweep", str(options.path)]
         codes = [subprocess.run([*command, part], check=False).returncode for part in options.parts]
         sys.exit(max(codes, key=abs))
