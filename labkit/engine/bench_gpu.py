@@ -121,6 +121,7 @@ class Bench:
         for _ in range(rounds):
             row = {"name": name, **self._round(engine, jobs), "overlap": overlap, "knobs": knobs}
             best = max(best or row, row, key=lambda entry: entry["output_tokens_per_s"])
+        best["graphs_bytes"] = int(engine.memory_parts()["cuda_graphs"])
         engine.close()
         self.steps[name] = best.pop("steps")
         self.say(f"{name}: {best['output_tokens_per_s']:.0f} tokens/s, GPU busy {best['gpu_busy_share']:.3f}")

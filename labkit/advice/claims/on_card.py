@@ -2,7 +2,7 @@
 batching, logging, and counters of the attention kernels.
 
 `labkit bench claims` measures on this machine's card and writes `card_runs.json`, from which the claims take their
-measured numbers, with card and date. Random weights; two minutes.
+measured numbers, with card and date. Random weights, loaded once for all that follows on the same model; two minutes.
 """
 
 from __future__ import annotations
@@ -104,13 +104,47 @@ def _peaks(torch: Any) -> tuple[int, int]:
     return stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
 
 
-def reserved_by_engine(model: str, say: Say) -> Row:
-    """labkit's engine on one model: weights and pool allocated once, activations in between."""
-    from labkit.engine.bench_gpu import Bench
+class Loaded:
+    """The weights that are on the card: those of one model, kept until another is asked for.
 
-    bench = Bench(model, say)
+    Args:
+        say: gets a line after each measurement.
+    """
+
+    def __init__(self, say: Say) -> None:
+        self.say = say
+        self._bench: Any = None
+        self._model = ""
+
+    def bench(self, model: str) -> Any:
+        """The `bench_gpu.Bench` of a catalogue name."""
+        from labkit.engine.bench_gpu import Bench
+
+        if model != self._model:
+            self.drop()
+            self._bench, self._model = Bench(model, self.say), model
+        return self._bench
+
+    def drop(self) -> None:
+        """Give the card's memory back."""
+        self._bench, self._model = None, ""
+        _give_back()
+
+
+def _give_back() -> None:
+    import torch
+
+    # `Bench` freezes what it has loaded.
+    gc.unfreeze()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def reserved_by_engine(model: str, loaded: Loaded) -> Row:
+    """labkit's engine on one model: weights and pool allocated once, activations in between."""
+    bench = loaded.bench(model)
     torch = bench.torch
-    loaded = _state(torch)
+    weights = _state(torch)
     engine = bench.engine()
     ready = _state(torch)
     torch.cuda.reset_peak_memory_stats()
@@ -121,13 +155,13 @@ def reserved_by_engine(model: str, say: Say) -> Row:
         states.append(_state(torch))
     states.append(_peaks(torch))
     row = {"what": f"labkit's engine, {model}", **excess_percent(states),
-           "after loading": excess_percent([loaded])["median"], "ready": excess_percent([ready])["median"],
+           "after loading": excess_percent([weights])["median"], "ready": excess_percent([ready])["median"],
            "allocated_bytes": states[-1][0], "reserved_bytes": states[-1][1], "moments": len(states)}  # fmt: skip
     engine.close()
     return row
 
 
-def reserved_by_generate(say: Say, num_batches: int = 6, device: str = "cuda", **shape: int) -> Row:
+def reserved_by_generate(loaded: Loaded, num_batches: int = 6, device: str = "cuda", **shape: int) -> Row:
     """transformers' generate with its growing cache, batches of mixed size: the allocator without a pool of blocks.
 
     Args:
@@ -136,6 +170,7 @@ def reserved_by_generate(say: Say, num_batches: int = 6, device: str = "cuda", *
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
+    loaded.drop()
     sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
              "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
     config = Qwen2Config(**{**sizes, **shape})
@@ -154,19 +189,18 @@ def reserved_by_generate(say: Say, num_batches: int = 6, device: str = "cuda", *
             states.append(_state(torch))
     if on_card:
         states.append(_peaks(torch))
-    say(f"generate: {len(states)} moments")
+    loaded.say(f"generate: {len(states)} moments")
     allocated, reserved = states[-1] if states else (0, 0)
     return {"what": f"transformers' generate, {SMALL}'s shape, {num_batches} batches of mixed size",
             **excess_percent(states), "allocated_bytes": allocated, "reserved_bytes": reserved,
             "moments": len(states)}  # fmt: skip
 
 
-def dtype_rates(say: Say, rounds: int = 2) -> Row:
+def dtype_rates(loaded: Loaded, rounds: int = 2) -> Row:
     """Output tokens/s of float16 and bfloat16 in turn, best round of each, on one model."""
-    from labkit.engine.bench_gpu import Bench
     from labkit.models import load_model_weights
 
-    bench, rates = Bench(SMALL, say), {"float16": 0.0, "bfloat16": 0.0}
+    bench, rates = loaded.bench(SMALL), {"float16": 0.0, "bfloat16": 0.0}
     decoders = {
         "bfloat16": bench.decoder,
         "float16": load_model_weights(bench.spec, dtype="float16", load_format="dummy", device="cuda"),
@@ -176,6 +210,7 @@ def dtype_rates(say: Say, rounds: int = 2) -> Row:
             bench.decoder = decoder
             row = bench.throughput(dtype, [(256, 96)] * 64, dtype=dtype, gpu_memory_utilization=0.4)
             rates[dtype] = max(rates[dtype], row["output_tokens_per_s"])
+    bench.decoder = decoders["bfloat16"]
     return {"what": f"output tokens/s, 64 requests of 256 and 96 tokens, {SMALL}", **rates}
 
 
@@ -197,11 +232,9 @@ class Comparison:
     settings: Mapping[str, Mapping[str, Any]]
     rounds: int = 2
 
-    def measure(self, say: Say) -> Row:
+    def measure(self, loaded: Loaded) -> Row:
         """Output tokens/s by name; in `details` also the graphs' bytes, blocks, and how long steps took."""
-        from labkit.engine.bench_gpu import Bench
-
-        bench = Bench(self.model, say)
+        bench = loaded.bench(self.model)
         row: Row = {
             "what": f"output tokens/s, {self.requests} requests of {self.prompt_tokens} and {self.output_tokens} "
             f"tokens, {self.model}",
@@ -211,21 +244,13 @@ class Comparison:
         for name, knobs in self.settings.items():
             found = bench.throughput(name, jobs, rounds=self.rounds, **{"gpu_memory_utilization": 0.5, **knobs})
             row[name] = found["output_tokens_per_s"]
-            row["details"][name] = {
-                **{key: found[key] for key in DETAILS}, **step_numbers(bench.steps[name]),
-                "graphs_bytes": _graphs_bytes(bench, knobs),
-            }  # fmt: skip
+            row["details"][name] = {**{key: found[key] for key in DETAILS}, **step_numbers(bench.steps[name])}
         return row
 
 
-DETAILS = ("num_steps", "num_gpu_blocks", "prompt_steps_s", "median_decode_step_ms", "gpu_busy_share")
-
-
-def _graphs_bytes(bench: Any, knobs: Mapping[str, Any]) -> int:
-    engine = bench.engine(**{"gpu_memory_utilization": 0.5, **knobs})
-    size = engine.memory_parts()["cuda_graphs"]
-    engine.close()
-    return int(size)
+DETAILS = (
+    "num_steps", "num_gpu_blocks", "prompt_steps_s", "median_decode_step_ms", "gpu_busy_share", "graphs_bytes",
+)  # fmt: skip
 
 
 def step_numbers(steps: Sequence[Sequence[float]]) -> Row:
@@ -247,12 +272,37 @@ def step_numbers(steps: Sequence[Sequence[float]]) -> Row:
     }  # fmt: skip
 
 
-def logging_rates(say: Say, lines: Sequence[str] = ("none", "a step", "a request")) -> Row:
+def first_token_times(loaded: Loaded, rounds: int = 3) -> Row:
+    """Time to first token at each of `LENGTHS`, ms: median of 64 requests that come at once, and of one alone; the best
+    round counts."""
+    bench = loaded.bench(SMALL)
+    row: Row = {"what": f"time to first token, ms, prompts of 1000 tokens, {SMALL}", "details": {}}
+    for name, knobs in LENGTHS.items():
+        engine = bench.engine(gpu_memory_utilization=0.5, **knobs)
+        times = {count: min(_median_first_ms(bench, engine, count) for _ in range(rounds + 1)) for count in (1, 64)}
+        row["details"][name] = {"alone": times[1], "num_gpu_blocks": engine.plan.num_gpu_blocks}
+        row[name] = times[64]
+        engine.close()
+    loaded.say(str(row))
+    return row
+
+
+def _median_first_ms(bench: Any, engine: Any, num_requests: int) -> float:
+    bench.add(engine, [(1000, 8)] * num_requests)
+    bench.torch.cuda.synchronize()
+    start, first = time.perf_counter(), {}
+    while engine.has_unfinished:
+        outputs = engine.step().outputs
+        now = time.perf_counter()
+        for output in outputs:
+            first.setdefault(output.request_id, now - start)
+    return 1000 * sorted(first.values())[num_requests // 2]
+
+
+def logging_rates(loaded: Loaded, lines: Sequence[str] = ("none", "a step", "a request")) -> Row:
     """Output tokens/s of 64 requests with a formatted line written to a file never, after each step, and for each
     request after each step; with the host's work beside the card's, and with nothing beside it."""
-    from labkit.engine.bench_gpu import Bench
-
-    bench = Bench(SMALL, say)
+    bench = loaded.bench(SMALL)
     row: Row = {"what": f"output tokens/s, 64 requests of 300 and 100 tokens, {SMALL}"}
     for overlap in (True, False):
         engine = bench.engine(overlap=overlap, gpu_memory_utilization=0.5)
@@ -264,7 +314,7 @@ def logging_rates(say: Say, lines: Sequence[str] = ("none", "a step", "a request
                 name = which if overlap else f"{which}, nothing overlaps"
                 row[name] = max(row.get(name, 0.0), rate)
         engine.close()
-    say(str(row))
+    loaded.say(str(row))
     return row
 
 
@@ -283,7 +333,7 @@ def served_s(engine: Any, which: str) -> float:
         return time.perf_counter() - start
 
 
-def attention_counters(say: Say) -> Row:
+def attention_counters(loaded: Loaded) -> Row:
     """L2 hit rate, DRAM bytes and occupancy of one attention launch of Qwen2-0.5B and Qwen2-7B by block size, one
     program for each query head and packed; enough tokens that a launch reads more than the L2 holds."""
     from labkit.measure.attention_shape import BatchShape
@@ -308,7 +358,7 @@ def attention_counters(say: Say) -> Row:
                 "kernel_time_s": counted.kernel_time_s, "dram_bytes_per_s": counted.dram_bytes_per_s,
                 "warps_active_share": counted.warps_active_share, "method": counted.method,
             }  # fmt: skip
-            say(f"{name}, {variant}, block {size}: {counted}")
+            loaded.say(f"{name}, {variant}, block {size}: {counted}")
     return {"what": "one attention launch, 128 requests of 8,192 tokens", "launches": launches}
 
 
@@ -319,19 +369,21 @@ SEATS = {f"{seqs}": {"max_num_seqs": seqs} for seqs in (64, 256)}
 CACHES = {"contiguous": {**POOL, "max_num_seqs": 11}, "paged": POOL}
 STEPS = {f"{tokens}": {"max_num_batched_tokens": tokens, "max_num_seqs": 32} for tokens in (2048, 8192, 49152)}
 LENGTHS = {f"{length}": {"max_model_len": length} for length in (4096, 8192, 32768)}
-MEASUREMENTS: Mapping[str, Callable[[Say], Row]] = {
-    "reserved, small": lambda say: reserved_by_engine(SMALL, say),
-    "reserved, generate": reserved_by_generate,
+# Those on one model stand side by side, so that its weights are loaded once.
+MEASUREMENTS: Mapping[str, Callable[[Loaded], Row]] = {
+    "reserved, small": lambda loaded: reserved_by_engine(SMALL, loaded),
     "dtypes": dtype_rates,
     "eager": Comparison(SMALL, 8, 200, 200, GRAPHS).measure,
     "logging": logging_rates,
+    "max-model-len": first_token_times,
+    "reserved, generate": reserved_by_generate,
     "counters": attention_counters,
-    "max-model-len": Comparison(SMALL, 64, 1000, 100, LENGTHS, rounds=1).measure,
-    "reserved, seven": lambda say: reserved_by_engine(SEVEN, say),
+    "reserved, seven": lambda loaded: reserved_by_engine(SEVEN, loaded),
     "eager, seven": Comparison(SEVEN, 8, 200, 200, GRAPHS).measure,
     "eager, many": Comparison(SEVEN, 256, 200, 100, GRAPHS, rounds=1).measure,
     "paged": Comparison(SEVEN, 128, 500, 200, CACHES, rounds=1).measure,
     "max-num-seqs": Comparison(SEVEN, 300, 500, 200, SEATS, rounds=1).measure,
+    "max-num-seqs, light": Comparison(SEVEN, 32, 500, 200, SEATS).measure,
     "step tokens": Comparison(SEVEN, 128, 1280, 200, STEPS, rounds=1).measure,
 }
 
@@ -359,17 +411,17 @@ def measure_all(
     if path.is_file():
         content = json.loads(path.read_text(encoding="utf-8"))
     rows: dict[str, Row] = {row["key"]: row for row in content["rows"]} if content["card"] == card else {}
+    loaded = Loaded(say)
     for key in keys or MEASUREMENTS:
         if time.monotonic() - start > limit_s:
             say(f"{key}: left out, {limit_s:g} s are over")
             continue
         try:
-            row = MEASUREMENTS[key](say)
+            row = MEASUREMENTS[key](loaded)
         except Exception as error:
             say(traceback.format_exc(limit=-3))
             row = {"error": f"{type(error).__name__}: {error}"[:300]}
-        gc.collect()
-        torch.cuda.empty_cache()
+        _give_back()
         rows[key] = {"key": key, **row, "made": datetime.now(UTC).isoformat(timespec="seconds"), "note": note}
         say(f"[{time.monotonic() - start:.1f} s] {rows[key]}")
         content = write_results(path, command=COMMAND, card=card, rows=list(rows.values()), summary={})
