@@ -79,6 +79,26 @@ def test_weights_are_loaded_once(session):
     assert "load" not in phases
 
 
+def test_a_first_run_tells_how_far_its_weights_are(smollm2_gguf, tmp_path):
+    """What is told until the worker has its own process is `start`; all that is told of the weights is `load`."""
+    workload, events = synthetic_workload(1, 4, 2), []
+    with labkit.Session(str(smollm2_gguf), "cpu", workload, store=tmp_path / "runs.sqlite3") as session:
+        record = session.run(SMALL, on_event=events.append)
+    phases = list(dict.fromkeys(event["phase"] for event in events if "phase" in event))
+    assert phases[:4] == ["start", "load", "configure", "run"]
+    loads = [event for event in events if event.get("phase") == "load"]
+    assert {event["type"] for event in loads} == {"progress"}
+    first, *reads, last = loads
+    assert (first["done"], first["total"], first["remaining_s"]) == (0, 1, None)
+    assert (last["done"], last["total"], last["remaining_s"]) == (1, 1, 0.0)
+    assert reads
+    for event in reads:
+        assert event["unit"] == "bytes"
+        assert event["total"] == pytest.approx(record.measured.weights_bytes, rel=0.02)
+        assert 0 < event["done"] <= event["total"]
+        assert event["remaining_s"] >= 0
+
+
 def test_cancel_in_the_middle_of_a_real_run(session):
     def stop(event):
         if event["type"] == "step" and event["num_output_tokens"] > 2:
