@@ -186,3 +186,44 @@ def test_measured_bandwidth_and_paging_are_worked_out_of_the_rows(verdicts):
     assert verdicts["C26"].numbers["requests at once, contiguous, measured"] == 11
     gain = verdicts["C26"].numbers["throughput, paged over contiguous, measured"]
     assert gain == pytest.approx(paged["paged"] / paged["contiguous"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("longest_ms", "verdict"), [(51.0, "wrong"), (100.0, "depends")])
+def test_the_verdict_on_first_tokens_follows_the_measurement_too(monkeypatch, longest_ms, verdict):
+    row = {"4096": 50.0, "8192": 50.0, "32768": longest_ms}
+    row["details"] = {name: {"alone": 5.0} for name in ("4096", "8192", "32768")}
+    monkeypatch.setattr(limits, "card_row", {"max-model-len": row}.get)
+    monkeypatch.setattr(limits, "measured_on", lambda *keys: "X, 2026-11-30")
+    found = limits.c14()
+    assert (found.verdict, found.method) == (verdict, "measured on a card")
+    assert found.numbers["64 prompts of 1,000 tokens at once, measured, at 32768, ms"] == longest_ms
+    monkeypatch.setattr(limits, "card_row", lambda key: None)
+    assert (limits.c14().verdict, limits.c14().method) == ("wrong", "simulation")
+
+
+@pytest.mark.parametrize(("rate", "verdict"), [(1020.0, "wrong"), (1040.0, "depends")])
+def test_the_verdict_on_the_token_budget_follows_the_measurement_too(monkeypatch, rate, verdict):
+    row = {"2048": 900.0, "8192": 1000.0, "49152": rate}
+    row["details"] = {name: {"between_tokens_p99_ms": 7.0} for name in ("2048", "8192", "49152")}
+    monkeypatch.setattr(limits, "card_row", {"step tokens": row}.get)
+    monkeypatch.setattr(limits, "measured_on", lambda *keys: "X, 2026-11-30")
+    found = limits.c17()
+    assert (found.verdict, found.method) == (verdict, "measured on a card")
+    assert found.numbers["p99 between tokens at 49152, measured, ms"] == 7.0
+    monkeypatch.setattr(limits, "card_row", lambda key: None)
+    assert limits.c17().method == "simulation"
+
+
+@pytest.mark.parametrize(("light_s", "verdict"), [(1.0, "depends"), (0.5, "holds")])
+def test_the_verdict_on_max_num_seqs_follows_the_measurement_too(monkeypatch, light_s, verdict):
+    steps = {"num_steps": 200, "tokens_read": 0}
+    rows = {
+        "max-num-seqs": {"details": {"64": {**steps, "steps_s": 1.0}, "256": {**steps, "steps_s": 1.6}}},
+        "max-num-seqs, light": {"details": {"64": {**steps, "steps_s": 1.0}, "256": {**steps, "steps_s": light_s}}},
+    }
+    monkeypatch.setattr(limits, "card_row", rows.get)
+    monkeypatch.setattr(limits, "measured_on", lambda *keys: "X, 2026-11-30")
+    found = limits.c18()
+    assert (found.verdict, found.method) == (verdict, "measured on a card")
+    assert found.numbers["change when 32 requests come at once, measured, %"] == pytest.approx(100 * (1 / light_s - 1))
+    assert found.numbers["change when 300 requests come at once, measured, %"] == pytest.approx(-37.5)

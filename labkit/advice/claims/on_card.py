@@ -290,7 +290,7 @@ def first_token_times(loaded: Loaded, rounds: int = 3) -> Row:
 def _median_first_ms(bench: Any, engine: Any, num_requests: int) -> float:
     bench.add(engine, [(1000, 8)] * num_requests)
     bench.torch.cuda.synchronize()
-    start, first = time.perf_counter(), {}
+    start, first = time.perf_counter(), dict[int, float]()
     while engine.has_unfinished:
         outputs = engine.step().outputs
         now = time.perf_counter()
