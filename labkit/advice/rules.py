@@ -11,9 +11,8 @@ from labkit.format import count, share
 from labkit.measure.run_record import RunRecord
 from labkit.measure.summary import summarize
 from labkit.memory.records import MemoryPlan
+from labkit.specs.engine_config import HIGHEST_UTILIZATION
 
-# Highest share of the card that is proposed: what is left must hold the CUDA context and allocator slack.
-HIGHEST_UTILIZATION = 0.95
 # Smaller chunks cost more steps than their memory is worth.
 SMALLEST_TOKEN_BUDGET = 512
 # Proposed lengths are whole multiples of this.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from labkit.format import count, gib, memory, number
 from labkit.memory.budget import expert_workspace_bytes, has_vision
-from labkit.memory.capacity import Capacity
+from labkit.memory.capacity import Capacity, judge_stated, stated_room_bytes
+from labkit.memory.division import split_weight_block
 from labkit.memory.dtypes import ELEMENT_BYTES, compute_dtype, stored_kv_dtype
 from labkit.memory.kv_layout import KvLayout
 from labkit.memory.records import MemoryBreakdown
@@ -19,6 +21,7 @@ from labkit.specs.model_spec import ModelSpec
 # Notes on a verdict that is not sure begin so.
 DOUBT = "may not fit: "
 REFUSED = "vLLM refuses "
+TIGHT_POOL = "the pool of stated size and the other parts fill the card to within what the plan is sure of"
 NO_SWAP_SINCE = (0, 18, 0)
 # Weights that no engine makes while loading.
 MADE_BEFOREHAND = (
@@ -32,7 +35,8 @@ def formulas_vllm(
     """Part → formula in words, for the binding rank."""
     charged = rank.graphs_inside and rank.graphs_reserved_bytes
     graphs = f" − estimate of CUDA graphs {memory(rank.graphs_reserved_bytes)}" if charged else ""
-    where = "inside" if rank.graphs_inside else "outside"
+    where = "inside the budget" if rank.graphs_inside else "outside the budget"
+    as_before = _before_estimates(config, rank) if charged else ""
     layers = rank.stage.last - rank.stage.first
     texts = {
         "weights": f"{_tensors_text(model, config, layers)} = {memory(rank.weights_bytes)}",
@@ -41,7 +45,7 @@ def formulas_vllm(
         "cuda_graphs": "no graphs in eager mode"
         if config.enforce_eager
         else f"launches of {layers} layers at each capture size, partial results of decode attention, and rows between "
-        f"a layer's graphs = {memory(rank.cuda_graphs_bytes)}, {where} the budget",
+        f"a layer's graphs = {memory(rank.cuda_graphs_bytes)}, {where}{as_before}",
         "kv_cache": f"{memory(rank.total_bytes)} × {config.gpu_memory_utilization:g} − weights "
         f"{memory(rank.weights_bytes)} − activation {memory(rank.activation_bytes)} − non-torch "
         f"{memory(rank.non_torch_bytes)}{graphs} = {memory(rank.available_kv_bytes)}",
@@ -49,6 +53,13 @@ def formulas_vllm(
         "block_tables": f"4 B × {count(config.max_num_seqs)} requests × blocks of {count(config.max_model_len)} tokens",
     }
     return texts | layout_texts(rank.layout, capacity.num_blocks) | {"tokens": _tokens_text(config, rules, capacity)}
+
+
+def _before_estimates(config: EngineConfig, rank: RankPlan) -> str:
+    """The utilization that makes up for what the estimate takes of the pool, as vLLM prints it at start."""
+    share = config.gpu_memory_utilization + rank.graphs_reserved_bytes / rank.total_bytes
+    as_much = math.ceil(share * 10_000) / 10_000
+    return f"; gpu_memory_utilization {as_much:.4f} gives as much KV as where they are not counted"
 
 
 def _tensors_text(model: ModelSpec, config: EngineConfig, layers: int) -> str:
@@ -171,6 +182,10 @@ def _tokens_text(config: EngineConfig, rules: VersionRules, capacity: Capacity) 
 def binding_limit(config: EngineConfig, ranks: list[RankPlan], binding: int, capacity: Capacity) -> str:
     """The part or knob that sets the capacity."""
     rank = ranks[binding]
+    room = stated_room_bytes(rank, config, capacity.num_blocks)
+    if room is not None and judge_stated(rank, config, capacity.num_blocks) == "does not fit":
+        knob = "kv_cache_memory_bytes" if config.num_gpu_blocks_override is None else "num_gpu_blocks_override"
+        return f"{knob}: the pool and the other parts take {memory(-room)} more than the card has"
     if config.num_gpu_blocks_override is not None:
         return "num_gpu_blocks_override sets the number of KV blocks"
     free = rank.total_bytes - rank.outside_bytes
@@ -237,6 +252,15 @@ def _refusals(model: ModelSpec, gpu: GpuSpec, config: EngineConfig, rules: Versi
         notes.append(
             f"{REFUSED}max_model_len {count(config.max_model_len)} is over the model's "
             f"{count(model.max_position_embeddings)} positions, unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 is set"
+        )
+    split = split_weight_block(model, config)
+    if split:
+        notes.append(f"{REFUSED}tensor_parallel_size {config.tensor_parallel_size}: {split}")
+    has_states = any(layer.state is not None for layer in model.layers)
+    has_attention = any(layer.kind in ("full", "mla", "sliding", "chunked") for layer in model.layers)
+    if config.disable_hybrid_kv_cache_manager and has_states and has_attention:
+        notes.append(
+            f"{REFUSED}disable_hybrid_kv_cache_manager: recurrent states and attention need groups of their own"
         )
     return notes
 

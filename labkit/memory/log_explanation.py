@@ -18,6 +18,7 @@ from labkit.memory.questions import Question, smallest_utilization
 from labkit.memory.records import MemoryPlan
 from labkit.memory.rules import vllm_rules
 from labkit.memory.stages import Calibration, Overrides
+from labkit.specs.engine_config import HIGHEST_UTILIZATION
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_spec import ModelSpec
 
@@ -268,7 +269,7 @@ def _candidates(cause: str, question: Question) -> list[tuple[str, Any]]:
         rounded = base.max_model_len_that_fits // 16 * 16 or base.max_model_len_that_fits
         found.append(("max_model_len", rounded))
     share = smallest_utilization(question)
-    if share is not None and config.gpu_memory_utilization < share <= 0.97:
+    if share is not None and config.gpu_memory_utilization < share <= HIGHEST_UTILIZATION:
         found.append(("gpu_memory_utilization", share))
     found += [("max_num_seqs", size) for size in (256, 128) if size < seqs]
     found += [("max_num_batched_tokens", size) for size in (2048, 1024) if seqs <= size < tokens]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from labkit.memory.logs.record import LogRecord
 from labkit.memory.planner import plan
 from labkit.memory.records import MemoryPlan
 from labkit.memory.stages import Calibration, Overrides
-from labkit.specs.engine_config import EngineConfig
+from labkit.specs.engine_config import HIGHEST_UTILIZATION, EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_spec import ModelSpec
 
@@ -174,8 +173,8 @@ def _changes(base: MemoryPlan) -> list[tuple[str, Any]]:
     changes += [("max_num_batched_tokens", size) for size in (2048, 1024) if seqs <= size < tokens]
     changes += [
         ("gpu_memory_utilization", share)
-        for share in (round(config.gpu_memory_utilization + 0.02, 2), 0.95)
-        if config.gpu_memory_utilization < share < 0.97
+        for share in (round(config.gpu_memory_utilization + 0.02, 2), HIGHEST_UTILIZATION)
+        if config.gpu_memory_utilization < share <= HIGHEST_UTILIZATION
     ]
     if not config.enforce_eager:
         changes.append(("enforce_eager", True))
@@ -199,10 +198,3 @@ def _effect(base: MemoryPlan, changed: MemoryPlan, knob: str, before: Any, after
         f"{sign}{count(abs(more))} tokens ({changed.verdict})"
     )
     return FlagEffect(knob, shown_before, after, gained, more, requests, changed.verdict, text)
-
-
-def equivalent_utilization(found: MemoryPlan) -> float:
-    """The utilization that gives back the KV which the graphs' estimate takes since vLLM 0.21 (case N57)."""
-    rank = found.details["ranks"][found.details["binding_rank"]]
-    share = rank["graphs_reserved_bytes"] / rank["total_bytes"]
-    return math.ceil((found.config.gpu_memory_utilization + share) * 10_000) / 10_000

@@ -19,6 +19,9 @@ KV_CACHE_DTYPES = (
     "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "octave_k3v4", "octave_k3v3",
     "octave_k3v3_compact", "ultraquant_4bit",
 )  # fmt: skip
+# Highest utilization that advice, cures and presets propose. The rest, 1.1 GiB of a 24 GB card, holds the CUDA context
+# (half a GiB) and what the engine takes only after its profile: sampling, workspaces, the allocator's rounding.
+HIGHEST_UTILIZATION = 0.95
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 # vLLM's knobs of drafts and their acceptance, from 0.6 to 0.33.
 _SPECULATIVE = re.compile(r"spec(ulative|_decod|_method|_model|_tokens)|ngram_prompt|num_lookahead|typical_acceptance")

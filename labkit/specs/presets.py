@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from labkit.errors import UnknownNameError
 from labkit.format import count, duration, gib, memory
-from labkit.specs.engine_config import EngineConfig
+from labkit.specs.engine_config import HIGHEST_UTILIZATION, EngineConfig
 from labkit.specs.workload import Workload
 from labkit.specs.workload_loading import load_workload
 from labkit.text import nearest, plain
@@ -120,7 +120,7 @@ _PRESETS = (
         "azure-2023-conv", take={"limit": 100, "max_input_tokens": 3000, "max_output_tokens": 1000},
         space={"max_num_seqs": (8, 16, 32), "enforce_eager": (False, True)},
         max_model_len=4096, max_num_seqs=32, max_num_batched_tokens=1024, kv_cache_dtype="fp8",
-        gpu_memory_utilization=0.95, enforce_eager=True,
+        gpu_memory_utilization=HIGHEST_UTILIZATION, enforce_eager=True,
     ),
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 from labkit.errors import OutOfRangeError, UnknownNameError
 from labkit.memory import Overrides, plan
 from labkit.memory.machine import answers_json, plan_json, question_for
-from labkit.memory.questions import cards_needed, concurrent_requests, equivalent_utilization, flag_effects
+from labkit.memory.questions import cards_needed, concurrent_requests, flag_effects
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_catalogue import catalogue_model
@@ -144,7 +144,15 @@ def test_utilization_that_gives_back_what_graphs_took():
     model = catalogue_model("Qwen/Qwen3-30B-A3B")
     config = EngineConfig(gpu_memory_utilization=0.82, tensor_parallel_size=2, max_model_len=4096)
     found = plan(model, GpuSpec("24 GB", 1), config, engine="vllm", engine_version="0.27.1", overrides=overrides)
-    assert equivalent_utilization(found) == pytest.approx(0.8352, abs=0.0003)
+    assert found.details["ranks"][0]["graphs_reserved_bytes"] / GIB == pytest.approx(0.36, abs=0.001)
+    assert "gpu_memory_utilization 0.8352 gives as much KV" in found.formulas["cuda_graphs"]
+    before = plan(model, GpuSpec("24 GB", 1), config, engine="vllm", engine_version="0.20.0", overrides=overrides)
+    eager = plan(
+        model, GpuSpec("24 GB", 1), config.replace(enforce_eager=True), engine="vllm", engine_version="0.27.1",
+        overrides=overrides,
+    )  # fmt: skip
+    for other in (before, eager):
+        assert "as much KV" not in other.formulas["cuda_graphs"]
 
 
 def test_all_answers_are_plain_json():
