@@ -198,11 +198,18 @@ class Scheduler:
         insort(self.waiting, sequence, key=_index)
 
     def _admit_waiting(self, step: BatchBuilder) -> None:
+        if not self.waiting or step.budget <= 0:
+            return
+        growth = Growth(self.pool)
+        for sequence in self.running:
+            growth.add(sequence)
         while self.waiting and step.budget > 0 and len(self.running) < self.max_num_running:
-            if not self._admit(self.waiting[0], step):
+            newcomer = self.waiting[0]
+            if not self._admit(newcomer, step, growth):
                 break
+            growth.add(newcomer)
 
-    def _admit(self, sequence: Sequence, step: BatchBuilder) -> bool:
+    def _admit(self, sequence: Sequence, step: BatchBuilder, growth: Growth) -> bool:
         if step.swap_in and len(step.swap_in) + len(sequence.swap_table) > self._most_swapped_in:
             return False
         hits = [] if sequence.swap_table else self._cached_prefix(sequence)
@@ -210,7 +217,7 @@ class Scheduler:
         count = self._first_chunk(sequence.num_tokens - start, step.budget)
         missing = self.pool.blocks_for(sequence.num_tokens) - len(hits)
         from_cache = sum(1 for block_id in hits if self.pool.is_cached(block_id))
-        if not count or missing + from_cache + self._headroom(sequence) > self.pool.num_available:
+        if not count or missing + from_cache + self._headroom(sequence, growth) > self.pool.num_available:
             return False
         # Its blocks travel while others are computed; it goes on with the next step.
         count = 0 if sequence.swap_table and step.chosen else count
@@ -254,21 +261,18 @@ class Scheduler:
             return min(num_tokens, budget)
         return budget if num_tokens > self.max_num_batched_tokens else 0
 
-    def _headroom(self, newcomer: Sequence) -> int:
-        """Blocks that stay free when `newcomer` is let in, so that it is not sent back at once.
+    def _headroom(self, newcomer: Sequence, growth: Growth) -> int:
+        """Blocks that stay free when `newcomer` is let in beside what `growth` counts, so that it is not sent back at
+        once.
 
         Always what running prompts still lack, and a block of growth for each running sequence; each preemption of
         the newcomer adds a third of all growth to come, its own included. None when it would run alone.
         """
         if not self.running:
             return 0
-        blocks_for = self.pool.blocks_for
-        growth = [blocks_for(entry.max_num_tokens) - blocks_for(entry.num_tokens) for entry in self.running]
-        lacking = sum(blocks_for(entry.num_tokens) - len(entry.block_table) for entry in self.running)
-        soon = sum(min(1, blocks) for blocks in growth)
-        total = sum(growth) + blocks_for(newcomer.max_num_tokens) - blocks_for(newcomer.num_tokens)
         share = min(1.0, newcomer.num_preemptions / _CAREFUL_AFTER)
-        return max(0, lacking) + max(soon, math.ceil(share * total))
+        total = growth.total + growth.of(newcomer)
+        return growth.lacking + max(growth.soon, math.ceil(share * total))
 
     def register_full_blocks(self, sequence: Sequence) -> None:
         """Let others find the blocks that its computed tokens have filled, where prefixes are cached."""
@@ -320,6 +324,31 @@ class Scheduler:
             or (not swapped and sequence.num_computed_tokens)
         ):
             raise BlockError(f"request {sequence.request.request_id} waits but holds blocks")
+
+
+class Growth:
+    """Blocks that running sequences will still ask for, counted once a step and then with each that is let in.
+
+    Attributes:
+        lacking: for the tokens that they have by now.
+        soon: one for each that will grow beyond those.
+        total: up to their ends, beyond those.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.lacking = self.soon = self.total = 0
+
+    def of(self, sequence: Sequence) -> int:
+        """Blocks between the tokens that a sequence has and those that it may come to."""
+        return self._pool.blocks_for(sequence.max_num_tokens) - self._pool.blocks_for(sequence.num_tokens)
+
+    def add(self, sequence: Sequence) -> None:
+        """Count a running sequence."""
+        blocks = self.of(sequence)
+        self.lacking += max(0, self._pool.blocks_for(sequence.num_tokens) - len(sequence.block_table))
+        self.soon += min(1, blocks)
+        self.total += blocks
 
 
 def _index(sequence: Sequence) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from labkit.engine.batch import BatchBuilder
 from labkit.engine.block_pool import HashFunction, block_hash
-from labkit.engine.scheduler import Scheduler
+from labkit.engine.scheduler import Growth, Scheduler
 from labkit.engine.sequence import Sequence
 from labkit.memory.records import MemoryPlan
 from labkit.memory.rules import parse_version
@@ -44,10 +44,9 @@ class VllmScheduler(Scheduler):
             if position < len(self.running) and self.running[position] is sequence:
                 position += 1
 
-    def _headroom(self, newcomer: Sequence) -> int:
+    def _headroom(self, newcomer: Sequence, growth: Growth) -> int:
         if self._reserves_whole_prompt:
-            blocks_for = self.pool.blocks_for
-            return sum(max(0, blocks_for(entry.num_tokens) - len(entry.block_table)) for entry in self.running)
+            return growth.lacking
         # Only the next chunk must fit; what the caller asks for is the whole, so the rest is given back.
         rest = newcomer.num_tokens - max(newcomer.num_computed_tokens, 0) - self.max_num_batched_tokens
         return -self.pool.blocks_for(max(0, rest))
