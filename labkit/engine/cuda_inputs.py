@@ -14,6 +14,8 @@ from labkit.engine.sequence import Sequence
 from labkit.memory.step_shapes import StepShape
 
 _ALIGNMENT_BYTES = 16
+# Steps that are launched kernel by kernel come in many shapes; each is some 10 KiB of views.
+_MOST_SHAPES = 256
 _PARAMETERS = (("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("min_p", np.float32))
 
 
@@ -110,7 +112,7 @@ def arrange(batch: ScheduledBatch, tables: SlotTables, block_size: int, shape: S
     starts = np.array(batch.query_starts, dtype=np.int64)
     order = np.argsort(np.diff(starts) != 1, kind="stable")
     counts = np.diff(starts)[order]
-    token_ids, positions = np.array(batch.token_ids, dtype=np.int64), np.array(batch.positions, dtype=np.int64)
+    token_ids, positions = np.array(batch.token_ids, dtype=np.int64), _positions(batch)
     if filled.num_prompts:
         rows = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in order])
         token_ids, positions = token_ids[rows], positions[rows]
@@ -136,6 +138,13 @@ def arrange(batch: ScheduledBatch, tables: SlotTables, block_size: int, shape: S
     arrays |= _sampling_arrays(tables, _padded(slots, shape.num_samples, tables.padding), seq_lens, gives)
     sampled = _padded(np.where(gives, order, -1), shape.num_samples, -1)
     return HostStep(arrays, shape, sampled)
+
+
+def _positions(batch: ScheduledBatch) -> np.ndarray:
+    """`batch.positions` as int64 `[T]`, without a list of them."""
+    ends = np.array(batch.query_starts[1:], dtype=np.int64)
+    before = np.array(batch.seq_lens, dtype=np.int64) - ends
+    return np.arange(batch.num_tokens) + np.repeat(before, np.diff(batch.query_starts))
 
 
 def owners_of(step: HostStep, batch: ScheduledBatch) -> list[Sequence | None]:
@@ -208,9 +217,9 @@ class Staging:
         num_bytes = 3 * 8 * max_tokens + 96 * (max_places + 1) + 16 * 32
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        self._views = [host.numpy() for host in self._hosts]
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._turn = 0
+        self._known: dict[StepShape, _Places] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -220,28 +229,35 @@ class Staging:
     def send(self, step: HostStep) -> StepTensors:
         """The step's tensors; valid, in stream order, until the next `send`."""
         self._turn ^= 1
-        host, view = self._hosts[self._turn], self._views[self._turn]
-        places, end = _places(step.arrays)
-        for name, (start, stop) in places.items():
-            view[start:stop] = step.arrays[name].view(np.uint8)
-        self._device[:end].copy_(host[:end], non_blocking=True)
-        return self._tensors(step, places)
+        places = self._known.get(step.shape) or self._placed(step)
+        for target, values in zip(places.hosts[self._turn], step.arrays.values(), strict=True):
+            target[:] = values
+        self._device[: places.end].copy_(self._hosts[self._turn][: places.end], non_blocking=True)
+        return places.tensors
 
-    def _tensors(self, step: HostStep, places: dict[str, tuple[int, int]]) -> StepTensors:
-        tensors = {
-            name: self._device[start:stop].view(_TORCH_DTYPES[step.arrays[name].dtype.name])
-            for name, (start, stop) in places.items()
-        }
-        return StepTensors(tensors, step.shape)
+    def _placed(self, step: HostStep) -> _Places:
+        """Where arrays of such a step go, worked out once for each shape."""
+        hosts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        tensors, start = {}, 0
+        for name, values in step.arrays.items():
+            stop, dtype = start + values.nbytes, _TORCH_DTYPES[values.dtype.name]
+            tensors[name] = self._device[start:stop].view(dtype)
+            for views, host in zip(hosts, self._hosts, strict=True):
+                views.append(host[start:stop].view(dtype).numpy())
+            start = -(-stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if len(self._known) >= _MOST_SHAPES:
+            self._known.clear()
+        self._known[step.shape] = _Places(hosts, start, StepTensors(tensors, step.shape))
+        return self._known[step.shape]
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the arrays of steps of one shape lie: views of both pinned buffers, where they end, and the device's."""
+
+    hosts: tuple[list[np.ndarray], list[np.ndarray]]
+    end: int
+    tensors: StepTensors
 
 
 _TORCH_DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
-
-
-def _places(arrays: dict[str, np.ndarray]) -> tuple[dict[str, tuple[int, int]], int]:
-    """Bytes of each array in the buffer, one after the other at aligned starts."""
-    places, start = {}, 0
-    for name, values in arrays.items():
-        places[name] = (start, start + values.nbytes)
-        start = -(-(start + values.nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return places, start
