@@ -106,14 +106,18 @@ def test_parts_are_even_and_run_at_once():
 
 
 def test_what_does_not_fit_is_refused():
-    x, weight = torch.zeros(2, 256).half(), torch.zeros(8, 256).half()
+    with torch.device(DEVICE):
+        x, weight = torch.zeros(2, 256).half(), torch.zeros(8, 256).half()
+        many, odd, odd_weight = torch.zeros(65, 256).half(), torch.zeros(2, 100).half(), torch.zeros(8, 100).half()
     with pytest.raises(KernelValueError, match="1 to 64"):
-        few_rows_matmul(torch.zeros(65, 256).half(), weight)
+        few_rows_matmul(many, weight)
     with pytest.raises(KernelValueError, match="multiple of 128"):
-        few_rows_matmul(torch.zeros(2, 100).half(), torch.zeros(8, 100).half())
+        few_rows_matmul(odd, odd_weight)
     with pytest.raises(KernelValueError, match="scale"):
         few_rows_matmul(x, weight.to(E4M3))
     with pytest.raises(KernelTypeError, match="weight"):
         few_rows_matmul(x, weight.bfloat16())
     with pytest.raises(KernelTypeError, match="x has"):
         few_rows_matmul(x.float(), weight)
+    with pytest.raises(KernelValueError, match="weight has shape"):
+        few_rows_matmul(x[:1], weight[0])
