@@ -1,8 +1,7 @@
 """x · W with 4-bit AWQ weights (W4A16), unpacked inside the product; reference: `reference_ops.awq_dequantise`.
 
 Layout of AutoAWQ's GEMM format: each int32 of qweight `[in, out / 8]` and qzeros `[groups, out / 8]` holds eight
-columns, column ORDER[i] in bits 4i to 4i + 3; w = (q - zero) · scale. A nibble becomes a 16-bit float without
-conversion: put into the mantissa of 2¹⁰ (fp16) or 2⁷ (bf16), whose sum with it is exact.
+columns, column ORDER[i] in bits 4i to 4i + 3; w = (q - zero) · scale. `nibbles` says how a nibble becomes a float.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from labkit_kernels.checks import (
     check_out,
     check_shape,
 )
-from labkit_kernels.heuristics import INTERPRETER_SLOTS
+from labkit_kernels.heuristics import DecodeConfig, num_slots
+from labkit_kernels.nibbles import PER_WORD, check_groups, nibble, unpack_centred
 from labkit_kernels.ops import interpreting, overlaps_launches
 
-COLUMNS_OF_WORD = 8
 GROUP_SIZES = (32, 64, 128)
 DEQUANTISE_ROWS = 129
 TILE_ROWS, TILE_COLUMNS, SUM_TILE = 16, 256, 256
@@ -44,14 +43,8 @@ class AwqWeight:
         check_dtype("qweight", self.qweight, (torch.int32,))
         check_shape("qweight", self.qweight, (None, None))
         inputs, words = self.qweight.shape
-        check_dtype("qzeros", self.qzeros, (torch.int32,))
-        check_shape("qzeros", self.qzeros, (None, words))
+        check_groups("qweight", self.qweight, self.qzeros, self.scales, words * PER_WORD)
         groups = self.qzeros.shape[0]
-        check_dtype("scales", self.scales, (torch.float16, torch.bfloat16))
-        check_shape("scales", self.scales, (groups, words * COLUMNS_OF_WORD))
-        for name, tensor in (("qweight", self.qweight), ("qzeros", self.qzeros), ("scales", self.scales)):
-            check_device(name, tensor, self.qweight.device)
-            check_last_stride(name, tensor)
         if words == 0 or inputs % 32 or inputs == 0:
             raise KernelValueError(f"qweight has shape {(inputs, words)}; rows must be a multiple of 32, columns some")
         if groups == 0 or inputs % groups or (groups > 1 and inputs // groups not in GROUP_SIZES):
@@ -86,119 +79,9 @@ def awq_tiling(slots: int, rows: int, weight: AwqWeight) -> AwqTiling:
 
 
 @triton.jit
-def _unpack_half(x):
-    """Eight fp16 tiles of q - 8 from words, columns in order: 2¹⁰ + q of two words at once, less 2¹⁰ + 8."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 l, h, c;
-        prmt.b32 l, $8, $9, 0x5410;
-        prmt.b32 h, $8, $9, 0x7632;
-        mov.b32 c, 0x64086408;
-        lop3.b32 $0, l, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $1, h, 0x000f000f, 0x64006400, 0xea;
-        shr.u32 l, l, 4;
-        shr.u32 h, h, 4;
-        lop3.b32 $2, l, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $3, h, 0x000f000f, 0x64006400, 0xea;
-        shr.u32 l, l, 4;
-        shr.u32 h, h, 4;
-        lop3.b32 $4, l, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $5, h, 0x000f000f, 0x64006400, 0xea;
-        shr.u32 l, l, 4;
-        shr.u32 h, h, 4;
-        lop3.b32 $6, l, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $7, h, 0x000f000f, 0x64006400, 0xea;
-        sub.f16x2 $0, $0, c;
-        sub.f16x2 $1, $1, c;
-        sub.f16x2 $2, $2, c;
-        sub.f16x2 $3, $3, c;
-        sub.f16x2 $4, $4, c;
-        sub.f16x2 $5, $5, c;
-        sub.f16x2 $6, $6, c;
-        sub.f16x2 $7, $7, c;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
-        [x],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _unpack_bfloat(x):
-    """The same as bf16: 2⁷ + q, less 2⁷ + 8 by a multiply-add, which sm_80 has too."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 l, h, c, o;
-        prmt.b32 l, $8, $9, 0x5410;
-        prmt.b32 h, $8, $9, 0x7632;
-        mov.b32 c, 0xc308c308;
-        mov.b32 o, 0x3f803f80;
-        lop3.b32 $0, l, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $1, h, 0x000f000f, 0x43004300, 0xea;
-        shr.u32 l, l, 4;
-        shr.u32 h, h, 4;
-        lop3.b32 $2, l, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $3, h, 0x000f000f, 0x43004300, 0xea;
-        shr.u32 l, l, 4;
-        shr.u32 h, h, 4;
-        lop3.b32 $4, l, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $5, h, 0x000f000f, 0x43004300, 0xea;
-        shr.u32 l, l, 4;
-        shr.u32 h, h, 4;
-        lop3.b32 $6, l, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $7, h, 0x000f000f, 0x43004300, 0xea;
-        fma.rn.bf16x2 $0, $0, o, c;
-        fma.rn.bf16x2 $1, $1, o, c;
-        fma.rn.bf16x2 $2, $2, o, c;
-        fma.rn.bf16x2 $3, $3, o, c;
-        fma.rn.bf16x2 $4, $4, o, c;
-        fma.rn.bf16x2 $5, $5, o, c;
-        fma.rn.bf16x2 $6, $6, o, c;
-        fma.rn.bf16x2 $7, $7, o, c;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
-        [x],
-        dtype=(
-            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-        ),
-        is_pure=True,
-        pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def _column(words, J: tl.constexpr):
-    """Column J of the eight of each word, 0 to 15: even columns lie in the lower half, odd ones in the upper."""
-    return (words >> (J // 2 * 4 + J % 2 * 16)) & 0xF
-
-
-@triton.jit
-def _unpack(x, HALF: tl.constexpr, ASM: tl.constexpr):
-    """Eight 16-bit tiles of q - 8 from a tile of words, columns in order."""
-    dtype: tl.constexpr = tl.float16 if HALF else tl.bfloat16
-    if ASM and HALF:
-        y = _unpack_half(x)
-    elif ASM:
-        y = _unpack_bfloat(x)
-    else:
-        y = (
-            (_column(x, 0) - 8).to(dtype), (_column(x, 1) - 8).to(dtype), (_column(x, 2) - 8).to(dtype),
-            (_column(x, 3) - 8).to(dtype), (_column(x, 4) - 8).to(dtype), (_column(x, 5) - 8).to(dtype),
-            (_column(x, 6) - 8).to(dtype), (_column(x, 7) - 8).to(dtype),
-        )  # fmt: skip
-    return y
-
-
-@triton.jit
 def _add_column(total, a, w, sum_a, zeros, scale, there, J: tl.constexpr):
     """total + (a · (q - 8) - sum of a · (zero - 8)) · scale for column J of each word: no large numbers cancel."""
-    zero = (_column(zeros, J) - 8).to(tl.float32)
+    zero = (nibble(zeros, J) - 8).to(tl.float32)
     factor = tl.load(scale + J, mask=there, other=0.0).to(tl.float32)
     return total + (tl.dot(a, w, out_dtype=tl.float32) - sum_a[:, None] * zero[None, :]) * factor[None, :]
 
@@ -226,7 +109,7 @@ def _awq_kernel(
         k = first + tl.arange(0, INPUTS)
         a = tl.load(x + (row.to(tl.int64) * x_row)[:, None] + k[None, :], mask=(row < rows)[:, None], other=0.0)
         packed = tl.load(qweight + (k.to(tl.int64) * w_row)[:, None] + word[None, :], mask=there[None, :], other=0)
-        w0, w1, w2, w3, w4, w5, w6, w7 = _unpack(packed, HALF, ASM)
+        w0, w1, w2, w3, w4, w5, w6, w7 = unpack_centred(packed, HALF, ASM)
         sum_a = tl.sum(a.to(tl.float32), 1)
         c0 = _add_column(c0, a, w0, sum_a, zeros, scale, there, 0)
         c1 = _add_column(c1, a, w1, sum_a, zeros, scale, there, 1)
@@ -319,25 +202,19 @@ def awq_matmul(x: torch.Tensor, weight: AwqWeight, *, out: torch.Tensor | None =
     return out
 
 
-def _slots(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETER_SLOTS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _launch(x: torch.Tensor, weight: AwqWeight, out: torch.Tensor) -> None:
     rows, inputs = x.shape
     columns = out.shape[1]
-    tiling = awq_tiling(_slots(x.device), rows, weight)
+    tiling = awq_tiling(num_slots(x.device, DecodeConfig(ctas_per_sm=1)), rows, weight)
     target, overlaps = out, False
     if tiling.parts > 1:
         target = torch.empty(tiling.parts, rows, columns, dtype=torch.float32, device=x.device)
         overlaps = overlaps_launches(x.device)
     _awq_kernel[(triton.cdiv(rows, TILE_ROWS), triton.cdiv(columns, TILE_COLUMNS), tiling.parts)](
-        x, weight.qweight, weight.qzeros, weight.scales, target, rows, columns // COLUMNS_OF_WORD, inputs,
+        x, weight.qweight, weight.qzeros, weight.scales, target, rows, columns // PER_WORD, inputs,
         weight.group_size, triton.cdiv(inputs, tiling.parts * tiling.inputs) * tiling.inputs, x.stride(0),
         weight.qweight.stride(0), weight.qzeros.stride(0), weight.scales.stride(0), rows * columns, target.stride(-2),
-        ROWS=TILE_ROWS, WORDS=TILE_COLUMNS // COLUMNS_OF_WORD, INPUTS=tiling.inputs, HALF=x.dtype is torch.float16,
+        ROWS=TILE_ROWS, WORDS=TILE_COLUMNS // PER_WORD, INPUTS=tiling.inputs, HALF=x.dtype is torch.float16,
         ASM=not interpreting(), TRIGGER=overlaps, num_warps=4, num_stages=3,
     )  # fmt: skip
     if tiling.parts > 1:

@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from labkit_kernels.awq_matmul import COLUMNS_OF_WORD
 from labkit_kernels.checks import (
     KernelValueError,
     check_device,
@@ -23,8 +22,9 @@ from labkit_kernels.checks import (
     check_out,
     check_shape,
 )
-from labkit_kernels.few_rows import begin_fetching, can_prefetch, even_parts, sum_parts
-from labkit_kernels.heuristics import INTERPRETER_SLOTS
+from labkit_kernels.few_rows import MANY_COLUMNS, begin_fetching, can_prefetch, even_parts, sum_parts
+from labkit_kernels.heuristics import num_slots
+from labkit_kernels.nibbles import PER_WORD, SHIFTS, check_groups, unpack_nibbles
 from labkit_kernels.ops import interpreting, overlap_options
 
 BLOCK = 128
@@ -32,8 +32,6 @@ MAX_ROWS = 256
 COLUMNS_AT_ONCE = 4096
 # Bytes of a block of 128 inputs, of which each output's first is asked for while the launch before still runs.
 PREFETCH_BYTES = 64
-# Bits of column j of the eight of a word begin at SHIFTS[j].
-SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
 
 @dataclass(frozen=True)
@@ -50,24 +48,18 @@ class AwqWords:
         check_dtype("words", self.words, (torch.int32,))
         check_shape("words", self.words, (None, None))
         columns, inputs = self.shape
-        check_dtype("qzeros", self.qzeros, (torch.int32,))
-        check_shape("qzeros", self.qzeros, (None, columns // COLUMNS_OF_WORD))
+        check_groups("words", self.words, self.qzeros, self.scales, columns)
         groups = self.qzeros.shape[0]
-        check_dtype("scales", self.scales, (torch.float16, torch.bfloat16))
-        check_shape("scales", self.scales, (groups, columns))
-        for name, tensor in (("words", self.words), ("qzeros", self.qzeros), ("scales", self.scales)):
-            check_device(name, tensor, self.words.device)
-            check_last_stride(name, tensor)
-        if not takes_groups(inputs, groups) or columns == 0 or columns % COLUMNS_OF_WORD:
+        if not takes_groups(inputs, groups) or columns == 0 or columns % PER_WORD:
             raise KernelValueError(
                 f"words has {columns} outputs of {inputs} inputs in {groups} groups; outputs must be a multiple of "
-                f"{COLUMNS_OF_WORD}, inputs of {BLOCK}, and so the inputs of a group"
+                f"{PER_WORD}, inputs of {BLOCK}, and so the inputs of a group"
             )
 
     @property
     def shape(self) -> tuple[int, int]:
         """`(out, in)`."""
-        return self.words.shape[0], self.words.shape[1] * COLUMNS_OF_WORD
+        return self.words.shape[0], self.words.shape[1] * PER_WORD
 
     @property
     def group_size(self) -> int:
@@ -86,15 +78,15 @@ def turn_words(qweight: torch.Tensor) -> torch.Tensor:
     Needs some memory beside it, 24 bytes for each word of 4,096 outputs.
     """
     inputs, words = qweight.shape
-    out = torch.empty(words * COLUMNS_OF_WORD, inputs // COLUMNS_OF_WORD, dtype=torch.int32, device=qweight.device)
-    for first in range(0, words, COLUMNS_AT_ONCE // COLUMNS_OF_WORD):
-        part = qweight[:, first : first + COLUMNS_AT_ONCE // COLUMNS_OF_WORD]
+    out = torch.empty(words * PER_WORD, inputs // PER_WORD, dtype=torch.int32, device=qweight.device)
+    for first in range(0, words, COLUMNS_AT_ONCE // PER_WORD):
+        part = qweight[:, first : first + COLUMNS_AT_ONCE // PER_WORD]
         nibbles = torch.stack([((part >> shift) & 0xF).to(torch.uint8) for shift in SHIFTS], -1).flatten(1)
-        nibbles = nibbles.t().reshape(nibbles.shape[1], -1, COLUMNS_OF_WORD, 16)
+        nibbles = nibbles.t().reshape(nibbles.shape[1], -1, PER_WORD, 16)
         turned = torch.zeros(nibbles.shape[0], nibbles.shape[1], 16, dtype=torch.int32, device=qweight.device)
         for j, shift in enumerate(SHIFTS):
             turned |= nibbles[:, :, j].int() << shift
-        at = first * COLUMNS_OF_WORD
+        at = first * PER_WORD
         out[at : at + turned.shape[0]] = turned.flatten(1)
     return out
 
@@ -104,123 +96,11 @@ def turn_back(words: torch.Tensor) -> torch.Tensor:
     columns, blocks = words.shape[0], words.shape[1] // 16
     parts = words.reshape(columns, blocks, 1, 16)
     nibbles = torch.cat([(parts >> shift) & 0xF for shift in SHIFTS], 2)
-    nibbles = nibbles.reshape(columns, -1).t().reshape(-1, columns // COLUMNS_OF_WORD, COLUMNS_OF_WORD)
+    nibbles = nibbles.reshape(columns, -1).t().reshape(-1, columns // PER_WORD, PER_WORD)
     out = torch.zeros_like(nibbles[:, :, 0])
     for j, shift in enumerate(SHIFTS):
         out |= nibbles[:, :, j] << shift
     return out
-
-
-@triton.jit
-def _unpack_half(x, z):
-    """Eight fp16 tiles of q - zero from words, columns in order: 2¹⁰ + q of two words at once, less z = 2¹⁰ + zero."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 l, h;
-        prmt.b32 l, $8, $9, 0x5410;
-        prmt.b32 h, $8, $9, 0x7632;
-        lop3.b32 $0, l, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $1, h, 0x000f000f, 0x64006400, 0xea;
-        shr.u32 l, l, 4;
-        shr.u32 h, h, 4;
-        lop3.b32 $2, l, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $3, h, 0x000f000f, 0x64006400, 0xea;
-        shr.u32 l, l, 4;
-        shr.u32 h, h, 4;
-        lop3.b32 $4, l, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $5, h, 0x000f000f, 0x64006400, 0xea;
-        shr.u32 l, l, 4;
-        shr.u32 h, h, 4;
-        lop3.b32 $6, l, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $7, h, 0x000f000f, 0x64006400, 0xea;
-        sub.f16x2 $0, $0, $10;
-        sub.f16x2 $1, $1, $10;
-        sub.f16x2 $2, $2, $10;
-        sub.f16x2 $3, $3, $10;
-        sub.f16x2 $4, $4, $10;
-        sub.f16x2 $5, $5, $10;
-        sub.f16x2 $6, $6, $10;
-        sub.f16x2 $7, $7, $10;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
-        [x, z],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _unpack_bfloat(x, z):
-    """The same as bf16: 2⁷ + q, plus z = -(2⁷ + zero) by a multiply-add, which sm_80 has too."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 l, h, o;
-        prmt.b32 l, $8, $9, 0x5410;
-        prmt.b32 h, $8, $9, 0x7632;
-        mov.b32 o, 0x3f803f80;
-        lop3.b32 $0, l, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $1, h, 0x000f000f, 0x43004300, 0xea;
-        shr.u32 l, l, 4;
-        shr.u32 h, h, 4;
-        lop3.b32 $2, l, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $3, h, 0x000f000f, 0x43004300, 0xea;
-        shr.u32 l, l, 4;
-        shr.u32 h, h, 4;
-        lop3.b32 $4, l, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $5, h, 0x000f000f, 0x43004300, 0xea;
-        shr.u32 l, l, 4;
-        shr.u32 h, h, 4;
-        lop3.b32 $6, l, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $7, h, 0x000f000f, 0x43004300, 0xea;
-        fma.rn.bf16x2 $0, $0, o, $10;
-        fma.rn.bf16x2 $1, $1, o, $10;
-        fma.rn.bf16x2 $2, $2, o, $10;
-        fma.rn.bf16x2 $3, $3, o, $10;
-        fma.rn.bf16x2 $4, $4, o, $10;
-        fma.rn.bf16x2 $5, $5, o, $10;
-        fma.rn.bf16x2 $6, $6, o, $10;
-        fma.rn.bf16x2 $7, $7, o, $10;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
-        [x, z],
-        dtype=(
-            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-        ),
-        is_pure=True,
-        pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def _nibble(words, J: tl.constexpr):
-    """Column J of the eight of each word, 0 to 15."""
-    return (words >> (J // 2 * 4 + J % 2 * 16)) & 0xF
-
-
-@triton.jit
-def _plain(words, zero, J: tl.constexpr, HALF: tl.constexpr):
-    return (_nibble(words, J) - zero).to(tl.float16 if HALF else tl.bfloat16)
-
-
-@triton.jit
-def _unpack(words, zero, HALF: tl.constexpr, ASM: tl.constexpr):
-    """Eight 16-bit tiles of q - zero from words `[columns, 16]` and zero points `[columns, 1]`."""
-    if ASM and HALF:
-        y = _unpack_half(words, (zero | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True))
-    elif ASM:
-        y = _unpack_bfloat(words, (zero | 0xC300).to(tl.uint16).to(tl.bfloat16, bitcast=True))
-    else:
-        y = (
-            _plain(words, zero, 0, HALF), _plain(words, zero, 1, HALF), _plain(words, zero, 2, HALF),
-            _plain(words, zero, 3, HALF), _plain(words, zero, 4, HALF), _plain(words, zero, 5, HALF),
-            _plain(words, zero, 6, HALF), _plain(words, zero, 7, HALF),
-        )  # fmt: skip
-    return y
 
 
 @triton.jit
@@ -268,7 +148,7 @@ def _words_kernel(
         # One step ahead: nothing else waits for the memory here.
         next_zero, next_scale = _group(qzeros, scales, tl.minimum(block + 1, last) // group_blocks, z_row, s_row, near)
         packed = tl.load(w[:, None] + (block * 16 + tl.arange(0, 16))[None, :])
-        weights = _in_order(_unpack(packed, zero[:, None], HALF, ASM), COLUMNS)
+        weights = _in_order(unpack_nibbles(packed, zero[:, None], HALF, ASM), COLUMNS)
         rows_of_x = tl.load(xs + block * 128, mask=here, other=0.0)
         if SCALED:
             total = tl.dot(weights * scale.to(weights.dtype)[:, None], rows_of_x, total)
@@ -294,7 +174,7 @@ def _dequantise_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     zero, scale = _group(qzeros, scales, first // group, z_row, s_row, column)
     packed = tl.load(words + (column.to(tl.int64) * w_row)[:, None] + (first // 8 + tl.arange(0, 16))[None, :])
-    w0, w1, w2, w3, w4, w5, w6, w7 = _unpack(packed, zero[:, None], HALF, False)
+    w0, w1, w2, w3, w4, w5, w6, w7 = unpack_nibbles(packed, zero[:, None], HALF, False)
     scale = scale.to(out.dtype.element_ty)
     rows = out + (column.to(tl.int64) * inputs)[:, None]
     _undo(rows, w0, scale, first, 0)
@@ -312,9 +192,9 @@ def words_dequantise(weight: AwqWords, dtype: torch.dtype) -> torch.Tensor:
     check_dtype("out", torch.empty(0, dtype=dtype), (torch.float16, torch.bfloat16))
     columns, inputs = weight.shape
     out = torch.empty(columns, inputs, dtype=dtype, device=weight.words.device)
-    _dequantise_kernel[(inputs // BLOCK, columns // COLUMNS_OF_WORD)](
+    _dequantise_kernel[(inputs // BLOCK, columns // PER_WORD)](
         weight.words, weight.qzeros, weight.scales, out, inputs, weight.group_size, weight.words.stride(0),
-        weight.qzeros.stride(0), weight.scales.stride(0), COLUMNS=COLUMNS_OF_WORD, HALF=dtype is torch.float16,
+        weight.qzeros.stride(0), weight.scales.stride(0), COLUMNS=PER_WORD, HALF=dtype is torch.float16,
         num_warps=1,
     )  # fmt: skip
     return out
@@ -333,17 +213,14 @@ class WordsConfig:
     is_scaled: bool = False
 
 
-def words_config(rows: int) -> WordsConfig:
-    """Settings as measured on an H200."""
+def words_config(rows: int, columns: int) -> WordsConfig:
+    """Settings for `columns` outputs as measured on an H200. Two warps take HMMA, whose product of 8 or 16 rows is
+    shorter than WGMMA's."""
+    if rows <= 8 or (rows <= 16 and columns > MANY_COLUMNS):
+        return WordsConfig(columns=64, rows=8 if rows <= 8 else 16, warps=2, ctas_per_sm=8)
     if rows <= 64:
         return WordsConfig(rows=max(16, triton.next_power_of_2(rows)), ctas_per_sm=3 if rows <= 32 else 2)
     return WordsConfig(columns=256, rows=128, warps=8, ctas_per_sm=1, is_scaled=True)
-
-
-def _slots(device: torch.device, config: WordsConfig) -> int:
-    if device.type != "cuda":
-        return INTERPRETER_SLOTS
-    return torch.cuda.get_device_properties(device).multi_processor_count * config.ctas_per_sm
 
 
 def words_matmul(
@@ -364,14 +241,14 @@ def words_matmul(
     if rows > MAX_ROWS:
         return torch.mm(x, words_dequantise(weight, x.dtype).t(), out=out)
     if rows > 0:
-        _launch(x, weight, out, words_config(rows) if config is None else config)
+        _launch(x, weight, out, words_config(rows, columns) if config is None else config)
     return out
 
 
 def _launch(x: torch.Tensor, weight: AwqWords, out: torch.Tensor, config: WordsConfig) -> None:
     rows, (columns, inputs) = x.shape[0], weight.shape
     tiles, row_tiles, blocks = triton.cdiv(columns, config.columns), triton.cdiv(rows, config.rows), inputs // BLOCK
-    parts = even_parts(_slots(x.device, config), tiles * row_tiles, blocks)
+    parts = even_parts(num_slots(x.device, config), tiles * row_tiles, blocks)
     target = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device) if parts > 1 else out[None]
     _words_kernel[(tiles, parts, row_tiles)](
         x, weight.words, weight.qzeros, weight.scales, target, rows, columns, blocks, weight.group_size // BLOCK,

@@ -18,7 +18,7 @@ from labkit_kernels.merge import fold_partials, store_partial
 from labkit_kernels.ops import cache_kind
 from labkit_kernels.paged_decode import attend, query_rows
 from labkit_kernels.paged_prefill import attend_tiles
-from labkit_kernels.scores import Scores, finish_rows, score_arguments
+from labkit_kernels.scores import Scores, finish_heads, score_arguments
 from labkit_kernels.sizes import next_power_of_2
 
 
@@ -127,12 +127,9 @@ def _fold(
     )  # fmt: skip
     head = kv * GROUP + r % GROUP
     token = (seq * QUERY_LEN + r // GROUP).to(tl.int64)
-    sink = m
-    if SINKS:
-        sink = tl.load(sinks + head, mask=valid, other=0.0) * 1.4426950408889634
-    finish_rows(
-        acc, m, total, out, lse, token * out_stride_token + head * out_stride_head, token * lse_stride_token + head,
-        valid, sink, v_scale, D, DP, SINKS, LSE,
+    finish_heads(
+        acc, m, total, out, lse, sinks, token, head, valid, v_scale, out_stride_token, out_stride_head,
+        lse_stride_token, D, DP, SINKS, LSE,
     )  # fmt: skip
     # The last sequence of a KV head to get here sets its counters back: all others have waited already.
     tl.store(own, 0)

@@ -9,6 +9,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -126,7 +127,15 @@ def shared_splits(tiles: int, programs: int, sm_count: int) -> int:
     return max(1, min(enough, tiles // MIN_TILES_OF_SPLIT, MAX_SPLITS))
 
 
-def num_slots(device: torch.device, config: DecodeConfig) -> int:
+class Occupancy(Protocol):
+    """Settings of any kernel that say how many of its programs one multiprocessor holds."""
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """Programs of one multiprocessor at once."""
+
+
+def num_slots(device: torch.device, config: Occupancy) -> int:
     """Programs that the card runs at once under `config`."""
     if device.type != "cuda":
         return INTERPRETER_SLOTS

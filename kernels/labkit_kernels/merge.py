@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from labkit_kernels.launches import Launches
-from labkit_kernels.scores import Scores, finish_rows
+from labkit_kernels.scores import Scores, finish_heads
 from labkit_kernels.sizes import cdiv, next_power_of_2
 
 MERGE_STEP = 8
@@ -96,12 +96,9 @@ def _merge_kernel(
         v_scale *= tl.load(v_scale_ptr + head // GROUP * v_scale_stride, mask=valid, other=1.0)
     else:
         v_scale = m * 0.0 + v_scale
-    sink = m
-    if SINKS:
-        sink = tl.load(sinks + head, mask=valid, other=0.0) * 1.4426950408889634
-    finish_rows(
-        acc * v_scale[:, None], m, total, out, lse, token * out_stride_token + head * out_stride_head,
-        token * lse_stride_token + head, valid, sink, 1.0, D, DP, SINKS, LSE,
+    finish_heads(
+        acc * v_scale[:, None], m, total, out, lse, sinks, token, head, valid, 1.0, out_stride_token, out_stride_head,
+        lse_stride_token, D, DP, SINKS, LSE,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from labkit_kernels.ops import (
     soft_cap,
     to_compute,
 )
-from labkit_kernels.scores import Scores, by_row, by_token, finish_rows, score_arguments, sequence_rows
+from labkit_kernels.scores import Scores, by_row, by_token, finish_heads, score_arguments, sequence_rows
 from labkit_kernels.sizes import next_power_of_2
 from labkit_kernels.words import as_words, unpack, word_factor, word_kind
 
@@ -218,12 +218,9 @@ def _write_rows(
             acc, m, total, shared_out + first * D, shared_lse + first, row, valid, shared_stride.to(tl.int64), SHARED,
             D, DP, N, STEP,
         )  # fmt: skip
-    sink = m
-    if SINKS:
-        sink = tl.load(sinks + head, mask=valid, other=0.0) * 1.4426950408889634
-    finish_rows(
-        acc, m, total, out, lse, token * out_stride_token + head * out_stride_head, token * lse_stride_token + head,
-        valid, sink, value_scale, D, DP, SINKS, LSE,
+    finish_heads(
+        acc, m, total, out, lse, sinks, token, head, valid, value_scale, out_stride_token, out_stride_head,
+        lse_stride_token, D, DP, SINKS, LSE,
     )  # fmt: skip
 
 

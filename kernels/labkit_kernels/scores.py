@@ -179,6 +179,21 @@ def finish_rows(
 
 
 @triton.jit
+def finish_heads(
+    acc, m, total, out, lse, sinks, token, head, valid, value_scale, out_stride_token, out_stride_head,
+    lse_stride_token, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """`finish_rows` of query heads `head` of tokens `token`, one for each row."""
+    sink = m
+    if SINKS:
+        sink = tl.load(sinks + head, mask=valid, other=0.0) * 1.4426950408889634
+    finish_rows(
+        acc, m, total, out, lse, token * out_stride_token + head * out_stride_head, token * lse_stride_token + head,
+        valid, sink, value_scale, D, DP, SINKS, LSE,
+    )  # fmt: skip
+
+
+@triton.jit
 def sequence_rows(query_start_loc, seq, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr):
     """First query token of a sequence and how many it has."""
     q_start = seq * QUERY_LEN

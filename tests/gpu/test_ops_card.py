@@ -9,6 +9,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from labkit_kernels import block_copy, reference_ops
 from labkit_kernels.awq_matmul import awq_matmul
+from labkit_kernels.awq_words import AwqWords, turn_words, words_matmul
+from labkit_kernels.few_rows import few_rows_matmul
 from labkit_kernels.norms import add_rms_norm
 from labkit_kernels.sampling import greedy, sample
 from labkit_kernels.testing_ops import (
@@ -17,6 +19,7 @@ from labkit_kernels.testing_ops import (
     awq_weight,
     norm_error,
     pool_error,
+    relative,
     rope_error,
     sampling_tensors,
 )
@@ -68,6 +71,53 @@ def test_awq(rows):
         weight = awq_weight(inputs, outputs, group, "cuda", torch.float16)
         for dtype in DTYPES[:2] if group == 128 else DTYPES[1:2]:
             assert awq_error(rows, weight, dtype) < TOLERANCE[dtype], (inputs, outputs, group, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("size", [(4096, 4096, 128), (2048, 20480, 128), (14336, 1032, -1)])
+def test_awq_words(size, dtype):
+    """At the sizes of models: each choice of tiles, more outputs than the small ones take 16 rows for, odd edges."""
+    weight = awq_weight(*size, "cuda", dtype)
+    turned = AwqWords(turn_words(weight.qweight), weight.qzeros, weight.scales)
+    dense = reference_ops.awq_dequantise(weight.qweight, weight.qzeros, weight.scales).double()
+    for rows in (1, 2, 8, 9, 16, 17, 64, 65, 256):
+        x = torch.randn(rows, size[0], dtype=dtype, device="cuda")
+        out = torch.full((rows, size[1]), float("nan"), dtype=dtype, device="cuda")
+        assert relative(words_matmul(x, turned, out=out), x.double() @ dense) < TOLERANCE[dtype], rows
+        assert torch.equal(words_matmul(x, turned), out), "sums are in a fixed order"
+
+
+@pytest.mark.parametrize("columns", [1000, 4096])
+def test_repeated_products_of_one_row_use_what_they_are_given(columns):
+    """The second call is the first one's launch with other addresses; what looks otherwise is compiled anew."""
+    for inputs in (1024, 1001, 4096):
+        for _ in range(3):
+            x, weight = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((1, inputs), (columns, inputs)))
+            for bias in (None, torch.randn(columns, device="cuda").bfloat16()):
+                want = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+                out = torch.full((1, columns), float("nan"), device="cuda").bfloat16()
+                few_rows_matmul(x, weight, None, bias, out=out)
+                assert relative(out, want) < TOLERANCE[torch.bfloat16], (inputs, bias is None)
+                assert torch.equal(few_rows_matmul(x, weight, None, bias), out)
+
+
+def test_repeated_products_of_one_row_in_a_graph_and_on_another_stream():
+    x, weight = torch.randn(1, 1024, device="cuda").bfloat16(), torch.randn(512, 1024, device="cuda").bfloat16()
+    out, graph, side = torch.empty(1, 512, device="cuda").bfloat16(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    few_rows_matmul(x, weight, out=out)
+    with torch.cuda.graph(graph):
+        few_rows_matmul(x, weight, out=out)
+    for _ in range(2):
+        x.copy_(torch.randn(1, 1024, device="cuda"))
+        graph.replay()
+        assert relative(out, x.double() @ weight.double().t()) < TOLERANCE[torch.bfloat16]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(2_000_000)
+        x.normal_()
+        few_rows_matmul(x, weight, out=out)
+    side.synchronize()
+    assert relative(out, x.double() @ weight.double().t()) < TOLERANCE[torch.bfloat16]
 
 
 CASES = ((1.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0), (1.3, 0, 0.9, 0.0), (1.0, 1000, 0.95, 0.0), (0.6, 20, 0.8, 0.05),

@@ -136,15 +136,15 @@ def report(name: str, arch: int) -> dict[str, object]:
     module, kernel, call = LAUNCHES[name]
     # Two kernels share a wrapper: only the recorded one must not run, the other has no card to run on.
     others = [k for m, k, _ in LAUNCHES.values() if m is module and k != kernel]
-    slots = patch.object(few_rows, "_slots", lambda device, config: CARD_MULTIPROCESSORS * config.ctas_per_sm)
+    slots = patch.object(few_rows, "num_slots", lambda device, config: CARD_MULTIPROCESSORS * config.ctas_per_sm)
     card = patch.object(few_rows, "capability", lambda device: arch)
-    words = patch.object(awq_words, "_slots", lambda device, config: CARD_MULTIPROCESSORS * config.ctas_per_sm)
+    words = patch.object(awq_words, "num_slots", lambda device, config: CARD_MULTIPROCESSORS * config.ctas_per_sm)
     with (
         slots,
         card,
         words,
         patch.object(awq_words, "sum_parts", lambda *_: None),
-        patch.object(awq_matmul, "_slots", lambda device: CARD_MULTIPROCESSORS),
+        patch.object(awq_matmul, "num_slots", lambda device, config: CARD_MULTIPROCESSORS),
     ):
         launch = record_launch(module, kernel, lambda: _call_without(module, others, call))
     return asdict(compile_report(launch, arch)) | {"shared_limit": SHARED_MEMORY_BYTES[arch]}

@@ -15,7 +15,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 
 import torch
-from labkit_kernels import activations, launches, norms, paged_decode, paged_prefill, rope_write
+from labkit_kernels import activations, few_rows, launches, norms, paged_decode, paged_prefill, rope_write
 from labkit_kernels.checks import KernelTypeError, KernelValueError
 from labkit_kernels.decode_plan import DecodeWorkspace
 from labkit_kernels.heuristics import PrefillConfig
@@ -115,6 +115,8 @@ class Case:
         tokens, ints = TOKENS, torch.int32
         self.x, self.residual, self.out = (zeros(tokens, HIDDEN) for _ in range(3))
         self.weight, self.wide, self.gated = zeros(HIDDEN), zeros(tokens, 6 * HIDDEN), zeros(tokens, 3 * HIDDEN)
+        self.square, self.bytes = zeros(HIDDEN, HIDDEN), zeros(HIDDEN, HIDDEN, dtype=torch.float8_e4m3fn)
+        self.factors = zeros(HIDDEN, 1, dtype=torch.float32)
         self.qkv = zeros(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
         self.q, self.k, self.v = self.qkv.split((HEADS, KV_HEADS, KV_HEADS), 1)
         self.places = zeros(tokens, dtype=torch.int64)
@@ -153,6 +155,11 @@ class Case:
             "decode, uneven": lambda: paged_decode.paged_decode(
                 self.queries, *attention, self.scores, workspace=self.workspace, out=self.mixed, **ragged
             ),
+            "one row": lambda: few_rows.few_rows_matmul(self.x[:1], self.square, out=self.out[:1]),
+            "one row, bias": lambda: few_rows.few_rows_matmul(
+                self.x[:1], self.square, None, self.weight, out=self.out[:1]
+            ),
+            "one row, e4m3": lambda: few_rows.few_rows_matmul(self.x[:1], self.bytes, self.factors, out=self.out[:1]),
             "prefill": lambda: self.prefill(1),
             "prefill, split": lambda: self.prefill(4),
         }

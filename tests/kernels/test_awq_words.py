@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from labkit_kernels import reference_ops
+from labkit_kernels import awq_words, reference_ops
 from labkit_kernels.awq_words import AwqWords, takes_groups, turn_back, turn_words, words_dequantise, words_matmul
 from labkit_kernels.checks import KernelTypeError, KernelValueError
 from labkit_kernels.ops import interpreting
@@ -28,13 +28,24 @@ def both(inputs: int, outputs: int, group: int) -> tuple[AwqWords, torch.Tensor]
     return turned, reference_ops.awq_dequantise(weight.qweight, weight.qzeros, weight.scales).double()
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 70])
+@pytest.mark.parametrize("rows", [1, 8, 9, 17, 70])
 @pytest.mark.parametrize("size", [(384, 72, 128), (256, 136, -1), (128, 8, 128)])
 def test_product(rows, size):
     turned, dense = both(*size)
     x = torch.randn(rows, size[0], device=DEVICE).half()
     out = torch.full((rows, size[1]), float("nan"), device=DEVICE).half()
     assert relative(words_matmul(x, turned, out=out), x.double() @ dense) < 5e-4
+
+
+def test_tiles_are_small_for_few_rows_and_for_16_of_many_outputs(monkeypatch):
+    monkeypatch.setattr(awq_words, "MANY_COLUMNS", 64)
+    chosen = [awq_words.words_config(*facts) for facts in ((8, 64), (9, 64), (16, 72), (17, 72))]
+    assert [(config.columns, config.rows, config.warps) for config in chosen] == [
+        (64, 8, 2), (128, 16, 4), (64, 16, 2), (128, 32, 4)
+    ]  # fmt: skip
+    turned, dense = both(384, 72, 128)
+    x = torch.randn(16, 384, device=DEVICE).half()
+    assert relative(words_matmul(x, turned), x.double() @ dense) < 5e-4
 
 
 def test_many_rows_are_multiplied_with_unpacked_weights():
