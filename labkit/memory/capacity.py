@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from labkit.memory.records import Verdict
@@ -75,6 +76,23 @@ def _printed_tokens(
     if rules.printed_tokens == "groups":
         return num_blocks // num_groups * block_tokens
     return num_blocks * block_tokens
+
+
+def stated_room_bytes(rank: RankPlan, config: EngineConfig, num_blocks: int) -> int | None:
+    """Bytes of the card that a pool of stated size and the other parts leave, negative where they take more than there
+    is; None where utilization sizes the pool, which then cannot overrun."""
+    if config.num_gpu_blocks_override is None and config.kv_cache_memory_bytes is None:
+        return None
+    parts = rank.outside_bytes + rank.weights_bytes + rank.activation_bytes + rank.non_torch_bytes
+    parts += rank.cuda_graphs_bytes + rank.tables_bytes
+    return rank.total_bytes - parts - num_blocks * rank.layout.block_bytes
+
+
+def judge_stated(rank: RankPlan, config: EngineConfig, num_blocks: int) -> Verdict:
+    """Whether the card holds a pool of stated size: neither engine checks that before it allocates."""
+    room = stated_room_bytes(rank, config, num_blocks)
+    spread = math.hypot(*(size for part, size in rank.uncertainty_bytes.items() if part != "kv_cache"))
+    return "fits" if room is None else judge(room, round(spread))
 
 
 def judge(margin_bytes: int, uncertainty_bytes: int) -> Verdict:

@@ -6,9 +6,17 @@ import math
 
 from labkit.format import count, memory
 from labkit.memory.budget import MAX_CAPTURE_SIZE
-from labkit.memory.capacity import Capacity, judge
+from labkit.memory.capacity import Capacity, judge, judge_stated
 from labkit.memory.card_parts import CardParts, card_constants, card_parts, why_eager
-from labkit.memory.explain import DOUBT, binding_limit, card_notes, layout_texts, margin_doubt, rank_details
+from labkit.memory.explain import (
+    DOUBT,
+    TIGHT_POOL,
+    binding_limit,
+    card_notes,
+    layout_texts,
+    margin_doubt,
+    rank_details,
+)
 from labkit.memory.labkit_rules import blocks_in_pool, check_shares, pool_bytes, pool_tensors
 from labkit.memory.records import MemoryBreakdown, MemoryPlan, Verdict
 from labkit.memory.resolve import resolve_config
@@ -47,7 +55,7 @@ def plan_card(
         breakdown=_breakdown(rank, num_blocks), block_bytes=block_bytes, num_gpu_blocks=num_blocks,
         num_swap_blocks=int(resolved.swap_space * GIB) // block_bytes if block_bytes else 0,
         kv_cache_tokens=capacity.tokens, max_concurrency=capacity.concurrency,
-        max_model_len_that_fits=capacity.largest_length, verdict=_verdict(rank, capacity),
+        max_model_len_that_fits=capacity.largest_length, verdict=_verdict(resolved, rank, capacity),
         margin_bytes=capacity.margin_bytes, binding_limit=binding_limit(resolved, [rank], 0, capacity),
         formulas=_formulas(model, gpu, resolved, parts, rank, capacity),
         notes=(*_doubts(resolved, rank, capacity), *_notes(model, gpu, resolved, parts, calibration)),
@@ -137,16 +145,26 @@ def _capacity(model: ModelSpec, config: EngineConfig, rank: RankPlan, num_blocks
     )  # fmt: skip
 
 
-def _verdict(rank: RankPlan, capacity: Capacity) -> Verdict:
+def _verdict(config: EngineConfig, rank: RankPlan, capacity: Capacity) -> Verdict:
     if rank.total_bytes - rank.outside_bytes < rank.budget_bytes:
         return "does not fit"
-    return judge(capacity.margin_bytes, rank.uncertainty_bytes["kv_cache"])
+    verdict = judge(capacity.margin_bytes, rank.uncertainty_bytes["kv_cache"])
+    stated = judge_stated(rank, config, capacity.num_blocks)
+    if "does not fit" in (verdict, stated):
+        return "does not fit"
+    return "may not fit" if "may not fit" in (verdict, stated) else "fits"
 
 
 def _doubts(config: EngineConfig, rank: RankPlan, capacity: Capacity) -> tuple[str, ...]:
-    """The reason of a verdict that is not sure."""
-    is_sure = _verdict(rank, capacity) != "may not fit"
-    return () if is_sure else (f"{DOUBT}{margin_doubt(capacity, config, rank.uncertainty_bytes['kv_cache'])}",)
+    """The reasons of a verdict that is not sure."""
+    if _verdict(config, rank, capacity) != "may not fit":
+        return ()
+    spread, doubts = rank.uncertainty_bytes["kv_cache"], []
+    if judge(capacity.margin_bytes, spread) == "may not fit":
+        doubts.append(margin_doubt(capacity, config, spread))
+    if judge_stated(rank, config, capacity.num_blocks) == "may not fit":
+        doubts.append(TIGHT_POOL)
+    return tuple(f"{DOUBT}{doubt}" for doubt in doubts)
 
 
 def _breakdown(rank: RankPlan, num_blocks: int) -> MemoryBreakdown:

@@ -1,14 +1,15 @@
 """How the KV cache is cut into pages, groups and blocks, for every kind of attention.
 
 Rules as vLLM's `v1/core/kv_cache_planning.py` applies them: layers of one kind form groups of equal layer count, all
-groups share one pool of block ids, and a block is as large as the largest group's pages together.
+groups share one pool of block ids, and a block is as large as the largest group's pages together. A pipeline stage has
+every group of the model, with its own layers in each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from labkit.memory.dtypes import ELEMENT_BYTES, KvFormat
 from labkit.specs.model_spec import LayerSpec, StateSpec
@@ -47,7 +48,8 @@ class PageKind:
 
 @dataclass(frozen=True)
 class KvGroup:
-    """Layers that share one block table: `num_layers` of one kind, fewer than the group size where padded."""
+    """Layers that share one block table: `num_layers` of one kind on this rank, fewer than a block has room for where
+    padded."""
 
     page: PageKind
     num_layers: int
@@ -137,11 +139,20 @@ def _dense_page(layer: LayerSpec, fmt: KvFormat, block_size: int, tensor_paralle
     return PageKind("full", block_size, token, token * block_size)
 
 
+@dataclass(frozen=True)
+class _Page:
+    """One page of one layer; a layer with an indexer has two."""
+
+    layer: int
+    kind: PageKind
+
+
 def build_layout(
     layers: Sequence[LayerSpec],
     fmt: KvFormat,
     *,
     dtype: str,
+    held: range | None = None,
     block_size: int,
     tensor_parallel_size: int = 1,
     windows: bool = True,
@@ -150,86 +161,97 @@ def build_layout(
     in_flight_tokens: int = 0,
     draft_tokens: int = 0,
 ) -> KvLayout:
-    """The layout of the layers of one rank (or of all ranks, to find the groups).
+    """The layout of one rank: groups are found over the whole model, and a rank keeps its own layers of each.
 
     Args:
-        layers: the decoder layers; those that share another's KV, encoders and mixers without state hold none.
+        layers: all decoder layers; those that share another's KV, encoders and mixers without state hold none.
+        held: the layers of the rank; None holds all.
         windows: False where sliding layers are allocated as full attention.
         group_ratio: the largest kind sets the group size when it is less than this times the smallest.
         state_blocks: blocks of a request in each state group: 2 with prefix caching, else 1, plus draft tokens.
         in_flight_tokens: max_num_batched_tokens times the batches in flight.
     """
-    own = [layer for layer in layers if layer.shares_kv_with is None and layer.kind not in ("encoder", "none")]
+    own = [
+        (index, layer)
+        for index, layer in enumerate(layers)
+        if layer.shares_kv_with is None and layer.kind not in ("encoder", "none")
+    ]
     attention = [
-        page
-        for layer in own
+        _Page(index, kind)
+        for index, layer in own
         if layer.kind != "state"
-        for page in pages_of(layer, fmt, block_size, tensor_parallel_size, windows)
+        for kind in pages_of(layer, fmt, block_size, tensor_parallel_size, windows)
     ]
     states = [
-        state_bytes(layer.state, dtype, tensor_parallel_size, draft_tokens) for layer in own if layer.state is not None
+        (index, state_bytes(layer.state, dtype, tensor_parallel_size, draft_tokens))
+        for index, layer in own
+        if layer.state is not None
     ]
     pages = _with_state_pages(attention, states, block_size)
-    counts = _count(pages)
-    if not counts:
+    if not pages:
         return KvLayout((), 0)
-    if len({page.kind for page in counts}) == 1 and len({page.window for page in counts}) == 1:
-        return _one_group(counts, state_blocks + draft_tokens, in_flight_tokens)
-    groups, size, page_bytes = _split(_unify(counts), group_ratio)
+    held = range(len(layers)) if held is None else held
+    if len({page.kind.kind for page in pages}) == 1 and len({page.kind.window for page in pages}) == 1:
+        return _one_group(pages, held, state_blocks + draft_tokens, in_flight_tokens)
+    groups = _split(_unify(pages), group_ratio, held)
+    size = max(group.num_layers for group in groups)
     padding = sum(size - group.num_layers for group in groups)
-    return KvLayout(groups, size * page_bytes, padding, state_blocks + draft_tokens, in_flight_tokens)
+    block_bytes = size * groups[0].page.page_bytes
+    return KvLayout(groups, block_bytes, padding, state_blocks + draft_tokens, in_flight_tokens)
 
 
-def _count(pages: Iterable[PageKind]) -> dict[PageKind, int]:
-    counts: dict[PageKind, int] = {}
-    for page in pages:
-        counts[page] = counts.get(page, 0) + 1
-    return counts
-
-
-def _with_state_pages(attention: list[PageKind], states: list[int], block_size: int) -> list[PageKind]:
+def _with_state_pages(attention: list[_Page], states: list[tuple[int, int]], block_size: int) -> list[_Page]:
     """Attention blocks grow until one page holds a state; states are padded up to that page."""
     if not states:
         return attention
-    largest = max(states)
+    largest = max(size for _, size in states)
     if not attention:
-        return [PageKind("state", block_size, 0, largest) for _ in states]
-    token = max(page.token_bytes for page in attention)
+        return [_Page(layer, PageKind("state", block_size, 0, largest)) for layer, _ in states]
+    token = max(page.kind.token_bytes for page in attention)
     tokens = ALIGNMENT_TOKENS * math.ceil(largest / (ALIGNMENT_TOKENS * token))
     tokens = max(tokens, block_size)
     grown = [
-        PageKind(page.kind, tokens, page.token_bytes, page.token_bytes * tokens, page.window) for page in attention
+        replace(page, kind=replace(page.kind, block_tokens=tokens, page_bytes=page.kind.token_bytes * tokens))
+        for page in attention
     ]
-    return grown + [PageKind("state", tokens, 0, token * tokens) for _ in states]
+    return grown + [_Page(layer, PageKind("state", tokens, 0, token * tokens)) for layer, _ in states]
 
 
-def _one_group(counts: dict[PageKind, int], state_blocks: int, in_flight_tokens: int) -> KvLayout:
+def _one_group(pages: list[_Page], held: range, state_blocks: int, in_flight_tokens: int) -> KvLayout:
     """One kind of attention: one group, even where layers differ in width."""
-    block_bytes = sum(page.page_bytes * number for page, number in counts.items())
-    groups = (KvGroup(next(iter(counts)), sum(counts.values())),)
-    return KvLayout(groups, block_bytes, 0, state_blocks, in_flight_tokens)
+    own = [page.kind for page in pages if page.layer in held]
+    if not own:
+        return KvLayout((), 0)
+    block_bytes = sum(kind.page_bytes for kind in own)
+    return KvLayout((KvGroup(own[0], len(own)),), block_bytes, 0, state_blocks, in_flight_tokens)
 
 
-def _unify(counts: dict[PageKind, int]) -> dict[PageKind, int]:
-    """Equal page bytes: smaller pages take more tokens while that divides evenly, else they are padded."""
-    largest = max(page.page_bytes for page in counts)
-    unified: dict[PageKind, int] = {}
-    for page, number in counts.items():
-        factor = largest // page.page_bytes if page.kind != "state" else 1
-        tokens = page.block_tokens * factor
-        grown = PageKind(page.kind, tokens, page.token_bytes, largest, page.window)
-        unified[grown] = unified.get(grown, 0) + number
-    return unified
+def _unify(pages: list[_Page]) -> list[_Page]:
+    """Equal page bytes: smaller pages take more tokens where that divides evenly, else they are padded."""
+    largest = max(page.kind.page_bytes for page in pages)
+    return [replace(page, kind=_grown(page.kind, largest)) for page in pages]
 
 
-def _split(counts: dict[PageKind, int], group_ratio: float) -> tuple[tuple[KvGroup, ...], int, int]:
-    """Groups of equal layer count; the smallest kind sets it, or the largest if it is hardly larger."""
-    smallest, largest = min(counts.values()), max(counts.values())
+def _grown(kind: PageKind, page_bytes: int) -> PageKind:
+    divides = kind.kind != "state" and page_bytes % kind.page_bytes == 0
+    factor = page_bytes // kind.page_bytes if divides else 1
+    return replace(kind, block_tokens=kind.block_tokens * factor, page_bytes=page_bytes)
+
+
+def _split(pages: list[_Page], group_ratio: float, held: range) -> tuple[KvGroup, ...]:
+    """Groups of equal layer count; the smallest kind sets it, or the largest if it is hardly larger.
+
+    Every n-th layer of a kind goes to the same of its n groups, so that the layers of a pipeline stage spread evenly.
+    """
+    kinds: dict[PageKind, list[int]] = {}
+    for page in pages:
+        kinds.setdefault(page.kind, []).append(page.layer)
+    counts = [len(indices) for indices in kinds.values()]
+    smallest, largest = min(counts), max(counts)
     size = largest if largest < smallest * group_ratio else smallest
     groups: list[KvGroup] = []
-    for page in sorted(counts, key=lambda page: page.kind not in ("full", "mla")):
-        left = counts[page]
-        while left > 0:
-            groups.append(KvGroup(page, min(size, left)))
-            left -= size
-    return tuple(groups), size, next(iter(counts)).page_bytes
+    for kind in sorted(kinds, key=lambda kind: kind.kind not in ("full", "mla")):
+        num_groups = math.ceil(len(kinds[kind]) / size)
+        parts = [kinds[kind][first::num_groups] for first in range(num_groups)]
+        groups += [KvGroup(kind, sum(index in held for index in part)) for part in parts]
+    return tuple(groups)

@@ -6,11 +6,12 @@ from labkit.errors import UnknownNameError
 from labkit.format import count, gib, memory
 from labkit.memory.budget import late_growth_bytes
 from labkit.memory.calibration import calibration_of, log_config
-from labkit.memory.capacity import Capacity, binding_rank, capacity_of, judge
+from labkit.memory.capacity import Capacity, binding_rank, capacity_of, judge, judge_stated
 from labkit.memory.card_plan import plan_card
 from labkit.memory.dtypes import compute_dtype
 from labkit.memory.explain import (
     DOUBT,
+    TIGHT_POOL,
     binding_limit,
     formulas_labkit,
     formulas_vllm,
@@ -141,8 +142,9 @@ def _verdict(
     verdict = judge(capacity.margin_bytes, spread)
     if not rules.charges_others and rank.total_bytes - rank.outside_bytes < rank.budget_bytes:
         return "does not fit", ()
-    if verdict == "does not fit":
-        return verdict, ()
+    stated = judge_stated(rank, config, capacity.num_blocks)
+    if "does not fit" in (verdict, stated):
+        return "does not fit", ()
     room = rank.total_bytes - rank.budget_bytes - (0 if rules.charges_others else rank.outside_bytes)
     later = rank.cuda_graphs_bytes - rank.graphs_reserved_bytes + late_growth_bytes(model, config, rules)
     lacks_states = any(group.page.kind == "state" for group in rank.layout.groups) and (
@@ -153,6 +155,8 @@ def _verdict(
         doubts.append(
             f"after the pool the engine takes {memory(later)} more, and {memory(max(0, room))} is left for it"
         )
+    if stated == "may not fit":
+        doubts.append(TIGHT_POOL)
     if lacks_states:
         doubts.append(f"each of {count(config.max_num_seqs)} requests needs a state, and there are fewer blocks")
     if rules.is_older_than_known:

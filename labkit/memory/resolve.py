@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from labkit.errors import OutOfRangeError, UnsupportedError
+from labkit.memory.division import check_division
 from labkit.memory.labkit_rules import check_shares
 from labkit.memory.rules import VersionRules
 from labkit.specs.engine_config import EngineConfig
@@ -29,7 +30,8 @@ def resolve_config(model: ModelSpec, gpu: GpuSpec, config: EngineConfig, rules: 
         rules: vLLM's, or None for labkit's engine on a CPU.
 
     Raises:
-        OutOfRangeError: fewer batched tokens than requests, or than a whole prompt without chunked prefill.
+        OutOfRangeError: fewer batched tokens than requests, or than a whole prompt without chunked prefill; cards or
+            stages that cannot divide the model.
         UnsupportedError: labkit's engine does not store that KV format.
     """
     max_model_len = config.max_model_len or model.max_position_embeddings
@@ -38,7 +40,7 @@ def resolve_config(model: ModelSpec, gpu: GpuSpec, config: EngineConfig, rules: 
         seqs, tokens = _labkit_defaults(config)
         _check_kv_dtype(config)
     else:
-        _check_heads(model, config)
+        check_division(model, config)
         seqs = config.max_num_seqs or _default_seqs(gpu, rules)
         tokens = config.max_num_batched_tokens or _default_tokens(gpu, rules, config, max_model_len, seqs)
     if not config.enable_chunked_prefill and config.max_num_batched_tokens is None:
@@ -70,19 +72,6 @@ def _check_kv_dtype(config: EngineConfig) -> None:
             f"labkit's engine does not store KV as {config.kv_cache_dtype}",
             works=", ".join(LABKIT_KV_DTYPES),
             knob="kv_cache_dtype",
-        )
-
-
-def _check_heads(model: ModelSpec, config: EngineConfig) -> None:
-    """vLLM divides query heads over cards without a rest."""
-    heads = min((layer.num_heads for layer in model.layers if layer.num_heads), default=0)
-    cards = config.tensor_parallel_size
-    if heads % cards:
-        works = max(size for size in range(1, cards) if heads % size == 0)
-        raise OutOfRangeError(
-            f"{heads} attention heads cannot be divided over {cards} cards",
-            works=str(works),
-            knob="tensor_parallel_size",
         )
 
 

@@ -35,7 +35,7 @@ class VersionRules:
         state_graph_transient_kib: what the first model runner's estimate takes at least for models with recurrent
             state, for each batched token: its first whole capture profiles that many tokens of context.
         graph_limit_blackwell: largest captured batch on compute capability 10; 512 elsewhere.
-        batches_in_flight: batches whose tokens windowed layers must hold.
+        batches_in_flight: batches whose tokens windowed layers must hold on one card.
         swap_space_gib: default of --swap-space.
         runner2_models: which models the second model runner takes, which needs less memory to sample: "none",
             "listed" (`runner2_architectures`), "dense" (those, and what has neither experts nor state) or "all".
@@ -75,6 +75,16 @@ class VersionRules:
             return 2
         mixed = model.moe is not None or any(layer.kind == "state" for layer in model.layers)
         return 2 if self.runner2_models == "dense" and not mixed else 1
+
+    def concurrent_batches(self, model: ModelSpec, stages: int) -> int:
+        """Batches whose tokens windowed layers must hold with `stages` pipeline stages.
+
+        `max_concurrent_batches` in vLLM's config: one for each stage, and with the second model runner one that is
+        scheduled meanwhile; before the versions with two batches in flight the stages were not counted.
+        """
+        if self.batches_in_flight == 1:
+            return 1
+        return stages + 1 if self.model_runner(model) == 2 else max(self.batches_in_flight, stages)
 
     def refused_block_size(self, block_size: int) -> str:
         """Why no CUDA attention backend takes `block_size`, with the nearest sizes that work; "" where one does."""

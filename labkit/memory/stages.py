@@ -127,16 +127,24 @@ def rank_layout(
     """The KV layout of one rank of `stage` under vLLM's rules."""
     caching = config.enable_prefix_caching and rules.state_prefix_caching
     return build_layout(
-        model.layers[stage.first : stage.last],
+        model.layers,
         kv_format(stored_kv_dtype(model, config), dtype),
         dtype=dtype,
+        held=range(stage.first, stage.last),
         block_size=config.block_size,
         tensor_parallel_size=config.tensor_parallel_size,
-        windows=rules.hybrid_groups and not config.disable_hybrid_kv_cache_manager,
+        windows=rules.hybrid_groups and not (config.disable_hybrid_kv_cache_manager and _is_mixed(model)),
         group_ratio=rules.group_ratio,
         state_blocks=2 if caching else 1,
-        in_flight_tokens=(config.max_num_batched_tokens or 0) * rules.batches_in_flight,
+        in_flight_tokens=(config.max_num_batched_tokens or 0)
+        * rules.concurrent_batches(model, config.pipeline_parallel_size),
     )
+
+
+def _is_mixed(model: ModelSpec) -> bool:
+    """Whether layers differ in what they keep; where all have one window, there is nothing to unify."""
+    kinds = {(layer.kind, layer.window) for layer in model.layers if layer.kind not in ("encoder", "none")}
+    return len(kinds) > 1
 
 
 def rank_weights(model: ModelSpec, config: EngineConfig, stage: StageLayers, dtype: str) -> int:

@@ -171,10 +171,10 @@ def test_graphs_are_captured_up_to_larger_batches_on_blackwell():
 
 
 def test_heads_that_cannot_be_divided_are_refused_with_what_works():
-    model = catalogue_model("Qwen/Qwen2.5-7B-Instruct")  # 28 heads
+    model = catalogue_model("Qwen/Qwen2.5-7B-Instruct")  # 28 heads, and 4 KV heads that 7 cards cannot share
     with pytest.raises(OutOfRangeError) as refused:
         plan(model, H100, EngineConfig(tensor_parallel_size=8), engine="vllm")
-    assert (refused.value.works, refused.value.knob) == ("7", "tensor_parallel_size")
+    assert (refused.value.works, refused.value.knob) == ("4", "tensor_parallel_size")
 
 
 def test_what_the_cards_generation_lacks_is_noted():
