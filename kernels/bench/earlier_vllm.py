@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from summary import by_name, vllm_lines
+from summary import by_name, earlier_vllm_lines, vllm_lines
 
 KEYS = ("table", "shape", "kv", "block_size")
 
@@ -26,14 +26,7 @@ def add_earlier(run: dict, earlier: dict) -> dict:
         old = then.get(_key(row))
         if old and "fa3_us" in row:
             row["earlier"] = {"vllm_triton_us": old["vllm_triton_us"], "fa3_us": old["fa3_us"]}
-    through = [
-        row | {"vllm_triton_us": row["earlier"]["vllm_triton_us"] * row["fa3_us"] / row["earlier"]["fa3_us"]}
-        for row in run["rows"]
-        if "earlier" in row
-    ]
-    decode = [row for row in through if row["table"] == "decode" and row["kv"] == "bf16"]
-    lines = vllm_lines(decode, [row for row in through if row["table"] == "prefill"])
-    named = by_name([line | {"what": f"{line['what']}, through FA3 in both runs"} for line in lines])
+    named = by_name(earlier_vllm_lines(run["rows"]))
     missing = {line["what"] for line in vllm_lines([], [])}
     summary = {name: entry for name, entry in run["summary"].items() if name not in missing} | named
     command = f"{run['command']}; python3 kernels/bench/earlier_vllm.py results/kernels.json EARLIER.json"

@@ -76,3 +76,36 @@ def test_rows_that_were_timed_beside_each_other_are_compared_with_each_other(sum
     assert (found[prefix]["value"], found[prefix]["ok"]) == (3.0, False)
     assert found[f"{prefix}, L2 with nothing to write back"]["value"] == 3.5
     assert found[f"{prefix}, longer or for more sequences, lowest"]["value"] == 9.0
+
+
+def test_an_earlier_vllm_stays_when_other_tables_are_measured_anew(summarise):
+    """220 µs of vLLM beside 110 of FA3 then, FA3 takes 1.1 of ours now."""
+    row = decode("a", 100.0, gb_s=9.0, kv_bytes=10, fa3_us=110.0)
+    ceilings = {"table": "ceilings", "read_gb_s": 10.0, "copy_gb_s": 10.0}
+    found = summarise([ceilings, row | {"earlier": {"vllm_triton_us": 220.0, "fa3_us": 110.0}}])
+    assert found[f"{DECODE}, through FA3 in both runs"]["value"] == pytest.approx(2.2)
+    assert DECODE not in found
+    assert summarise([ceilings, row])[DECODE]["value"] is None
+
+
+def test_a_write_alone_is_held_against_the_ceiling_only_where_it_is_long(summarise):
+    """Of 4,096 tokens a replay is half: they are held against a copy of as many bytes, and by layers in one graph."""
+    rows = [
+        {"table": "ceilings", "read_gb_s": 10.0, "copy_gb_s": 10.0},
+        {
+            "table": "kv_write", "tokens": 4096, "kv": "int8", "us": 10.0, "gb_s": 5.0, "copy_of_same_bytes_us": 9.0,
+            "layer_us": 6.0, "layer_gb_s": 7.5, "layer_copy_us": 6.3,
+        },
+        {
+            "table": "kv_write", "tokens": 32768, "kv": "int8", "us": 50.0, "gb_s": 8.4, "copy_of_same_bytes_us": 48.0,
+        },
+        {"table": "kv_write", "tokens": 64, "kv": "int8", "us": 6.0, "gb_s": 0.1, "copy_of_same_bytes_us": 3.0},
+    ]  # fmt: skip
+    found = summarise(rows)
+    values = {name: entry["value"] for name, entry in found.items() if name.startswith("KV write")}
+    assert values == {
+        "KV write of 32768 tokens alone, share of the copy ceiling": 0.84,
+        "KV write of 4096 tokens or more, against a copy of as many bytes": 0.9,
+        "KV write, 28 layers in a graph, share of the copy ceiling": 0.75,
+        "KV write, 28 layers in a graph, against as many copies": 1.05,
+    }
