@@ -29,6 +29,7 @@ from labkit.cli_options import (
     takes_traffic,
 )  # fmt: skip
 from labkit.errors import LabkitError
+from labkit.runs_command import runs_command
 from labkit.serve_commands import diff, explain_command
 from labkit.simulation_commands import advise_command, simulate_command
 from labkit.specs.engine_config import EngineConfig
@@ -336,44 +337,11 @@ def report(
     """Write the report of stored runs."""
     from labkit.tune import report_of_runs
 
-    out(f"report: {report_of_runs(run_ids, out=out_file, store=store).resolve()}")
+    path = report_of_runs(run_ids, out=out_file, store=store, on_event=lambda event: warn(event["message"]))
+    out(f"report: {path.resolve()}")
 
 
-@app.command(rich_help_panel=_LISTS)
-def runs(
-    store: Store = None,
-    limit: Annotated[int, typer.Option(min=1)] = 30,
-    export_json: Annotated[str | None, typer.Option(help="Id of a run to print as JSON.")] = None,
-    export_parquet: Annotated[str | None, typer.Option(help="Id of a run to write as Parquet files.")] = None,
-    folder: Annotated[Path, typer.Option(help="Where Parquet files go.")] = Path("."),
-) -> None:
-    """List the runs of the store, newest first, or export one."""
-    from labkit.experiments import RunStore
-    from labkit.experiments import export_parquet as write_parquet
-    from labkit.experiments.export import to_json
-    from labkit.experiments.store_tables import own_store_path
-
-    if store is None and not export_json and not export_parquet and not own_store_path().exists():
-        out(f"No run is stored yet. labkit run and labkit tune make {own_store_path()}.")
-        return
-    opened = RunStore(store, must_exist=True)
-    if export_json:
-        sys.stdout.write(to_json(opened.get(export_json)) + "\n")
-        return
-    if export_parquet:
-        for path in write_parquet(opened.get(export_parquet), folder):
-            out(str(path))
-        return
-    entries = opened.list_runs()[:limit]
-    rows = [
-        [entry.run_id, entry.name, entry.created, entry.status, entry.record.model.name, entry.record.gpu.name]
-        for entry in entries
-    ]
-    show_table(
-        f"{len(rows)} runs in {opened.location}", ["id", "name", "made", "status", "model", "GPU"], rows, whole=["id"]
-    )
-    for sentence in opened.unreadable():
-        out(f"note: {sentence}")
+app.command("runs", rich_help_panel=_LISTS)(runs_command)
 
 
 @app.command(rich_help_panel=_LISTS)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from labkit.errors import StoreError
 from labkit.experiments.grid_sweep import sweep
 from labkit.experiments.lab_session import LabSession
+from labkit.experiments.rescue import kept_elsewhere
 from labkit.experiments.worker import OnEvent
 from labkit.measure.run_record import RunRecord
 from labkit.memory.records import MemoryPlan
@@ -90,22 +94,32 @@ class Session(LabSession):
                 self, config, name=name or name_of(config, self.config), on_event=on_event or (lambda event: None),
                 is_cancelled=lambda: self.is_cancelled,
             )  # fmt: skip
-            self._records.append(record)
-            self.store.save(record)
+            self._keep(record)
         return record
 
-    def recall(self, run_ids: str | Sequence[str] | None = None, *, limit: int = 10) -> tuple[RunRecord, ...]:
+    def _keep(self, record: RunRecord) -> None:
+        self._records.append(record)
+        try:
+            self.store.save(record)
+        except StoreError as refusal:
+            raise kept_elsewhere(refusal, record) from refusal
+
+    def recall(
+        self, run_ids: str | Sequence[str] | None = None, *, limit: int = 10, on_event: OnEvent | None = None
+    ) -> tuple[RunRecord, ...]:
         """Bring runs of the store into this session, as if they had been made in it.
 
         Args:
             run_ids: one or several; by default the newest `limit` of this model, on this card or on the machine that
                 runs here.
+            on_event: takes a "log" event for each run that is damaged and stays out; without it they are Python
+                warnings.
 
         Returns:
             What came in, oldest first; empty where there is nothing more.
 
         Raises:
-            StoreError: there is no such run, or what is stored of it is damaged.
+            StoreError: there is no such run, or the store cannot be read.
         """
         known = {record.run_id for record in self._records}
         if isinstance(run_ids, str):
@@ -117,8 +131,15 @@ class Session(LabSession):
                 for entry in self.store.list_runs()
                 if entry.record.model.name == self.model.name and entry.record.gpu.name in cards
                 and entry.status != "running" and entry.run_id not in known
-            ][:limit]  # fmt: skip
-        found = sorted((self.store.get(one) for one in run_ids if one not in known), key=lambda run: run.created)
+            ]  # fmt: skip
+        else:
+            limit = len(run_ids)
+        tell = on_event or (lambda event: warnings.warn(event["message"], stacklevel=3))
+        readable = self.store.get_readable(
+            (one for one in run_ids if one not in known),
+            lambda damage: tell({"type": "log", "level": "warning", "message": damage}),
+        )
+        found = sorted(islice(readable, limit), key=lambda run: run.created)
         self._records[:0] = found
         return tuple(found)
 

@@ -110,7 +110,8 @@ def tune(
     Raises:
         OutOfRangeError: a budget under 5 seconds.
         LabkitError: model, card, traffic or store cannot be read, or the report cannot be written. What does not
-            fit or fails in a run is no error of `tune`: the report says it.
+            fit, fails in a run or is refused by the store after the first run began is no error of `tune`: the report
+            has what was run.
     """
     if not 5 <= budget_s <= 86400:
         raise OutOfRangeError(f"budget_s cannot be {budget_s}", works="5 to 86400 seconds", knob="budget_s")
@@ -135,15 +136,26 @@ def report_of_runs(
     store: RunStore | str | Path | None = None,
     created: str | None = None,
     vllm_version: str = "0.33.0",
+    on_event: OnEvent | None = None,
 ) -> Path:
     """Write the report of stored runs; without ids, of the newest run and all that had the same model and traffic.
 
+    Args:
+        on_event: takes a "log" event for each damaged run, which is left out.
+
     Raises:
-        StoreError: no such run, or the store is empty.
+        StoreError: no such run, the store is empty, or nothing of these runs can be read.
     """
     opened = store if isinstance(store, RunStore) else RunStore(store, must_exist=True)
     ids = list(run_ids or _ids_of_the_newest(opened))
-    records = sorted((opened.get(run_id) for run_id in ids), key=lambda record: (record.created, record.run_id))
+    damaged: list[str] = []
+    found = list(opened.get_readable(ids, damaged.append))
+    if on_event is not None:
+        for sentence in damaged:
+            on_event({"type": "log", "level": "warning", "message": sentence})
+    if not found:
+        raise StoreError(damaged[0], works="the other runs of the store")
+    records = sorted(found, key=lambda record: (record.created, record.run_id))
     plans = [record.plan for record in records]
     created = created or max(record.created for record in records)
     return write_report(out, records, plans, created=created, vllm_version=vllm_version)
@@ -194,7 +206,11 @@ class _Tuner:
                 break
             self._runs_left_s = (num_all - number) * first.duration_s
             self._phase = f"run {number} of {num_all}"
-            self._run(config, traffic, name)
+            try:
+                self._run(config, traffic, name)
+            except StoreError as error:
+                self._tell({"type": "log", "level": "error", "message": f"no further run: {error}"})
+                break
 
     def _after_baseline(self, first: RunRecord, variants: Sequence[EngineConfig]) -> Iterator[tuple[EngineConfig, str]]:
         for config in variants:
@@ -230,11 +246,17 @@ class _Tuner:
         return self._session.workload
 
     def _run(self, config: EngineConfig, traffic: Workload, name: str) -> RunRecord | None:
+        known = len(self._session.records())
         try:
             return self._session.run(config, workload=traffic, name=name, on_event=self._tell)
         except (DoesNotFitError, WorkerError):
             # It stands in the store and the report as failed, with its cause; the other runs go on.
             return None
+        except StoreError:
+            # Refused at its end: a "log" event has said where it is kept instead. Refused at its beginning: no run.
+            if len(self._session.records()) == known:
+                raise
+            return self._session.records()[-1]
 
     def _tell(self, event: dict[str, Any]) -> None:
         if self._on_event is None or event["type"] == "done":

@@ -15,6 +15,7 @@ from typing import Any, Self
 from labkit.engine.supported_knobs import check_knobs
 from labkit.errors import CancelledError, DoesNotFitError, LabkitError, StoreError, WorkerError
 from labkit.experiments.card import check_cards, runs_on
+from labkit.experiments.rescue import kept_elsewhere
 from labkit.experiments.run import RunOptions
 from labkit.experiments.run_edits import RunEdits
 from labkit.experiments.runner import LocalRunner, RunAnswer, RunJob, Runner
@@ -163,7 +164,8 @@ class LabSession:
         Raises:
             DoesNotFitError: the plan does not fit, or the worker ran out of memory; says what would work.
             WorkerError: the worker died or hung, with the cause; the run is stored as failed.
-            StoreError: the run could not be stored; it is in `records()`, and `save` tries again.
+            StoreError: the run could not be stored; it is in `records()` and, where that has room, in a store in the
+                folder for temporary files; `save` tries again.
         """
         tell = on_event or _ignore
         with self._only_one():
@@ -206,7 +208,11 @@ class LabSession:
         return tuple(self._records)
 
     def save(self, record: RunRecord) -> None:
-        """Store a record that the store refused before."""
+        """Store a run of `records()` that the store refused before.
+
+        Raises:
+            StoreError: it refuses again, or has the run already.
+        """
         self.store.save(record)
 
     def close(self) -> None:
@@ -337,8 +343,8 @@ class _RunLog:
             if self._writer is not None:
                 self._writer.finish(record)
         except StoreError as refusal:
-            self._refusal = refusal
-            self._tell({"type": "log", "level": "error", "message": str(refusal)})
+            self._refusal = kept_elsewhere(refusal, record)
+            self._tell({"type": "log", "level": "error", "message": str(self._refusal)})
         return record
 
     def raise_what_the_store_said(self) -> None:

@@ -8,7 +8,7 @@ import functools
 import sqlite3
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from labkit.measure.run_record import RequestRow, RunRecord, RunStatus, StepRow
 from labkit.text import plain
 
 FINAL: tuple[RunStatus, ...] = ("finished", "cancelled", "failed")
+_IN_TRASH = sa.select(runs.c.run_id).where(runs.c.trashed_at.is_not(None), runs.c.locked.is_(False))
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class RunStore:
 
     def __init__(self, url: str | Path | None = None, *, must_exist: bool = False) -> None:
         self.url = store_url(url)
+        self._knob = "LABKIT_HOME" if url is None else "store"
         self._must_exist = must_exist
         self.warnings: tuple[str, ...] = ()
         self._sqlite_path = self._find_sqlite_path()
@@ -97,6 +99,11 @@ class RunStore:
         """The file, or the URL without its password."""
         return str(self._sqlite_path) if self._sqlite_path else self.url.render_as_string(hide_password=True)
 
+    @property
+    def _listing(self) -> str:
+        """The command that lists this store's runs."""
+        return "labkit runs" if self._knob == "LABKIT_HOME" else f"labkit runs --store {plain(self.location, 200)}"
+
     def close(self) -> None:
         """Give back all connections; the store can still be used afterwards."""
         self._engine.dispose()
@@ -111,12 +118,20 @@ class RunStore:
         return RunWriter(self, record.run_id)
 
     def save(self, record: RunRecord) -> None:
-        """Enter a run that has already ended, all of it or nothing.
+        """Enter a run that has already ended, all of it or nothing; one that this process has begun here is ended.
 
         Raises:
-            StoreError: a run of that id is there already, or the store cannot be written.
+            StoreError: another run of that id is there already, or the store cannot be written.
         """
-        self._insert(record)
+        if self._has_begun(record.run_id):
+            RunWriter(self, record.run_id).finish(record)
+        else:
+            self._insert(record)
+
+    def _has_begun(self, run_id: str) -> bool:
+        with self._reading("save a run") as connection:
+            row = connection.execute(sa.select(runs).where(runs.c.run_id == run_id)).first()
+        return row is not None and row.status == "running" and _writer_of(row) == WriterIdentity.of_this_process()
 
     def _insert(self, record: RunRecord) -> None:
         writer = WriterIdentity.of_this_process()
@@ -147,7 +162,7 @@ class RunStore:
         with self._reading("read a run") as connection:
             row = connection.execute(sa.select(runs).where(runs.c.run_id == run_id)).first()
             if row is None:
-                raise StoreError(f"the store has no run {plain(run_id, 80)!r}", works="an id from `labkit runs`")
+                raise self._no_run(run_id)
             batches = connection.execute(
                 sa.select(run_rows.c.kind, run_rows.c.payload)
                 .where(run_rows.c.run_id == run_id)
@@ -156,6 +171,20 @@ class RunStore:
         record = self._stored(row).record
         with self._naming_the_damage(run_id):
             return dataclasses.replace(record, **_rows_of(batches))
+
+    def get_readable(self, run_ids: Iterable[str], on_damage: Callable[[str], None]) -> Iterator[RunRecord]:
+        """The whole runs of these ids; what is damaged is left out and told as a sentence.
+
+        Raises:
+            StoreError: there is no such run, or the store cannot be read.
+        """
+        for run_id in run_ids:
+            try:
+                yield self.get(run_id)
+            except StoreError as error:
+                if not isinstance(error.__cause__, FileFormatError):
+                    raise
+                on_damage(str(error))
 
     def list_runs(self, *, trashed: bool = False) -> tuple[StoredRun, ...]:
         """All runs that can be read, newest first; with `trashed` those that were deleted and can be restored.
@@ -180,10 +209,7 @@ class RunStore:
                 yield error
 
     def _stored(self, row: Any) -> StoredRun:
-        writer = WriterIdentity(row.writer_host, row.writer_pid, row.writer_started)
-        status = row.status
-        if status == "running" and writer.is_gone(time.time() - row.updated_at):
-            status = "unfinished"
+        status = _status_of(row)
         with self._naming_the_damage(row.run_id):
             record = _record_of_head(row.head)
         record = dataclasses.replace(record, status=status, name=row.name, note=row.note)
@@ -212,7 +238,7 @@ class RunStore:
             row = self._row(connection, run_id)
             if row.locked:
                 raise StoreError(f"run {plain(row.name, 80)!r} is locked", works="unlock it first", knob="lock")
-            if self._stored(row).status == "running":
+            if _status_of(row) == "running":
                 raise StoreError(f"run {plain(row.name, 80)!r} is still running", works="cancel it first")
             connection.execute(runs.update().where(runs.c.run_id == run_id).values(trashed_at=time.time()))
 
@@ -220,11 +246,15 @@ class RunStore:
         """Take a run back from the trash."""
         self._update(run_id, "restore a run", trashed_at=None)
 
+    def num_trashed(self) -> int:
+        """How many runs `empty_trash` would remove, those that cannot be read included."""
+        with self._reading("list the trash") as connection:
+            return len(connection.execute(_IN_TRASH).all())
+
     def empty_trash(self) -> int:
         """Remove what is in the trash for good; returns how many runs that were."""
         with self._writing("empty the trash") as connection:
-            doomed = sa.select(runs.c.run_id).where(runs.c.trashed_at.is_not(None), runs.c.locked.is_(False))
-            names = [row.run_id for row in connection.execute(doomed)]
+            names = [row.run_id for row in connection.execute(_IN_TRASH)]
             connection.execute(run_rows.delete().where(run_rows.c.run_id.in_(names)))
             connection.execute(runs.delete().where(runs.c.run_id.in_(names)))
         return len(names)
@@ -250,12 +280,14 @@ class RunStore:
             self._row(connection, run_id)
             connection.execute(runs.update().where(runs.c.run_id == run_id).values(**values))
 
-    @staticmethod
-    def _row(connection: sa.Connection, run_id: str) -> Any:
+    def _row(self, connection: sa.Connection, run_id: str) -> Any:
         row = connection.execute(sa.select(runs).where(runs.c.run_id == run_id)).first()
         if row is None:
-            raise StoreError(f"the store has no run {plain(run_id, 80)!r}", works="an id from `labkit runs`")
+            raise self._no_run(run_id)
         return row
+
+    def _no_run(self, run_id: str) -> StoreError:
+        return StoreError(f"the store has no run {plain(run_id, 80)!r}", works=f"an id from `{self._listing}`")
 
     def _find_sqlite_path(self) -> Path | None:
         if self.url.get_backend_name() != "sqlite" or not self.url.database or self.url.database == ":memory:":
@@ -270,20 +302,22 @@ class RunStore:
                 text = f"{path} is on {plain(kind, 20)}: its locks are not reliable; write from one machine at a time"
                 self.warnings = (text,)
                 warnings.warn(text, stacklevel=3)
-            if inspect_sqlite(path) is not None:
+            if inspect_sqlite(path, self._knob) is not None:
                 return
             if self._must_exist:
                 raise no_store(path)
             path.parent.mkdir(parents=True, exist_ok=True)
         elif self._must_exist and not sa.inspect(self._engine).has_table(meta.name):
-            raise StoreError(f"there is no store in {self.location}", works="labkit run --store makes one")
+            raise StoreError(
+                f"there is no store in {self.location}", works="labkit run --store makes one", knob=self._knob
+            )
         with self._writing("make the store") as connection:
             metadata.create_all(connection)
             found = connection.execute(sa.select(meta.c.value).where(meta.c.key == "schema_version")).scalar()
             if found is None:
                 connection.execute(meta.insert().values(key="schema_version", value=str(SCHEMA_VERSION)))
             else:
-                check_version(found, self.location)
+                check_version(found, self.location, self._knob)
 
     @contextlib.contextmanager
     def _reading(self, doing: str) -> Iterator[sa.Connection]:
@@ -324,15 +358,17 @@ class RunStore:
             return StoreError(
                 f"{self.location} is damaged and was left as it is: {text}",
                 works="a copy of it from a backup, or another store",
-                knob="LABKIT_HOME",
+                knob=self._knob,
             )
         if "locked" in text or "busy" in text:
             waited = f"{BUSY_TIMEOUT_MS / 1000:g} s"
             return StoreError(f"{where}: another process held its lock for {waited}", works="trying again")
         if "full" in text or "No space" in text:
-            return StoreError(f"{where}: the disk is full", works="freeing space, then trying again")
+            return StoreError(
+                f"{where}: the disk is full", works="freeing space, then trying again; or another disk", knob=self._knob
+            )
         if "readonly" in text or "read-only" in text or "unable to open" in text or isinstance(cause, OSError):
-            return StoreError(f"{where}: {text}", works="a folder that you may write to", knob="LABKIT_HOME")
+            return StoreError(f"{where}: {text}", works="a folder that you may write to", knob=self._knob)
         return StoreError(f"{where}: {text}", works="trying again")
 
 
@@ -391,6 +427,16 @@ class RunWriter:
         row = self._store._row(connection, self.run_id)
         if row.status != "running":
             raise StoreError(f"run {plain(self.run_id, 80)} has already ended as {row.status}", works="a new run")
+
+
+def _writer_of(row: Any) -> WriterIdentity:
+    return WriterIdentity(row.writer_host, row.writer_pid, row.writer_started)
+
+
+def _status_of(row: Any) -> RunStatus:
+    """As stored, or "unfinished" where whoever wrote it is gone."""
+    is_left = row.status == "running" and _writer_of(row).is_gone(time.time() - row.updated_at)
+    return "unfinished" if is_left else row.status
 
 
 def _use_rollback_journal(connection: sa.Connection) -> None:

@@ -135,7 +135,7 @@ def _on_begin(connection: sa.Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
-def inspect_sqlite(path: Path) -> int | None:
+def inspect_sqlite(path: Path, knob: str) -> int | None:
     """Schema version of the SQLite file at `path`, None where there is nothing yet; the file is not edited.
 
     Raises:
@@ -149,11 +149,13 @@ def inspect_sqlite(path: Path) -> int | None:
         if not tables:
             return None
         if "labkit_meta" not in tables:
-            raise StoreError(f"{path} is another program's database; it was left as it is", works="another file")
+            raise StoreError(
+                f"{path} is another program's database; it was left as it is", works="another file", knob=knob
+            )
         rows = connection.execute("SELECT value FROM labkit_meta WHERE key='schema_version'").fetchall()
     finally:
         connection.close()
-    return check_version(rows[0][0] if rows else None, str(path))
+    return check_version(rows[0][0] if rows else None, str(path), knob)
 
 
 def no_store(path: Path) -> StoreError:
@@ -170,7 +172,7 @@ def no_store(path: Path) -> StoreError:
     return StoreError(f"there is no store {plain(path, 200)}; {there}", works=made, knob="store")
 
 
-def check_version(value: str | None, where: str) -> int:
+def check_version(value: str | None, where: str, knob: str) -> int:
     """The schema version `value` as a number.
 
     Raises:
@@ -180,7 +182,7 @@ def check_version(value: str | None, where: str) -> int:
         version = int(value or "")
     except ValueError:
         raise StoreError(
-            f"{where} does not say its schema version; it was left as it is", works="another file"
+            f"{where} does not say its schema version; it was left as it is", works="another file", knob=knob
         ) from None
     if version > SCHEMA_VERSION:
         raise StoreError(
@@ -188,7 +190,7 @@ def check_version(value: str | None, where: str) -> int:
             needed=f"schema {version}",
             available=f"schema {SCHEMA_VERSION}",
             works="a newer labkit, or another store",
-            knob="LABKIT_HOME",
+            knob=knob,
         )
     return version
 

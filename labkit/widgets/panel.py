@@ -232,7 +232,7 @@ class Panel(ipw.VBox):
 
     def _subject(self) -> str:
         names = (self.session.model.name, self.session.gpu.name, getattr(self.session.workload, "name", ""))
-        return " · ".join(plain(name, 60) for name in names if name)
+        return " · ".join(plain(name, 120) for name in names if name)
 
     def apply(self, index: int) -> None:
         """Set the knobs of advice `index` (0 is the one in the answer); one step of undo."""
@@ -385,15 +385,19 @@ class Panel(ipw.VBox):
 
     def recall(self) -> None:
         """Bring earlier runs of this model and card from the store into the table."""
+        damaged: list[str] = []
         try:
-            found: Sequence[RunRecord] = getattr(self.session, "recall", tuple)()
+            recall = getattr(self.session, "recall", None)
+            found: Sequence[RunRecord] = (
+                recall(on_event=lambda event: damaged.append(event["message"])) if recall else ()
+            )
         except LabkitError as error:
             self.run_bar.status.say(str(error), "bad")
             return
         runs = f"{fmt.count(len(found))} earlier run{'s' * (len(found) != 1)}"
         words = f"{runs} of this model on this card or machine." if found else "No earlier run is stored."
         store = getattr(self.session, "store", None)
-        lost = "\n".join(store.unreadable()) if store is not None else ""
+        lost = "\n".join([*damaged, *(store.unreadable() if store is not None else ())])
         self.run_bar.status.say(words, "warn" if lost else "ok", details=lost, summary="runs that cannot be read")
         if found:
             self.refresh()

@@ -59,6 +59,22 @@ def test_parquet_files_hold_every_row(store, tmp_path):
     assert sorted(rows) == sorted([len(RECORD.requests), len(RECORD.steps)])
 
 
+def test_a_deleted_run_is_in_the_trash_until_that_is_emptied(store):
+    assert "in the trash" in run("runs", "--store", store, "--delete", RECORD.run_id).stdout
+    assert "0 runs in" in run("runs", "--store", store).stdout
+    assert "1 runs in the trash of" in run("runs", "--store", store, "--trash").stdout.replace("\n", " ")
+    run("runs", "--store", store, "--restore", RECORD.run_id)
+    assert "1 runs in" in run("runs", "--store", store).stdout
+    assert "is empty" in run("runs", "--store", store, "--empty-trash").stdout.replace("\n", " ")
+    run("runs", "--store", store, "--delete", RECORD.run_id)
+    asked = CliRunner().invoke(cli.app, ["runs", "--store", store, "--empty-trash"], input="n\n")
+    assert asked.exit_code == 1
+    assert "Remove 1 run of" in asked.output
+    assert run("runs", "--store", store, "--empty-trash", "--yes").stdout == "1 run removed\n"
+    with contextlib.closing(RunStore(store)) as opened:
+        assert opened.list_runs(trashed=True) == opened.list_runs() == ()
+
+
 def test_a_report_of_stored_runs(store, tmp_path):
     target = tmp_path / "report.html"
     said = run("report", "--store", store, "--out", str(target)).stdout

@@ -19,7 +19,7 @@ from labkit.errors import (
 from labkit.experiments.lab_session import LabSession
 from labkit.experiments.run import RunOptions
 from labkit.experiments.runner import LocalRunner
-from labkit.experiments.store import RunStore
+from labkit.experiments.store import RunStore, RunWriter
 from labkit.experiments.worker import Worker
 from labkit.specs import synthetic_workload
 from labkit.specs.engine_config import EngineConfig
@@ -241,6 +241,43 @@ def test_store_that_refuses_the_end_says_so_and_the_record_stays(session, monkey
     (record,) = session.records()
     assert record.status == "finished"
     assert len(record.requests) == 4
+
+
+def test_a_run_that_its_store_has_no_room_for_is_kept_elsewhere_and_can_be_saved_later(session, monkeypatch, tmp_path):
+    finish, refused = RunWriter.finish, []
+
+    def refuse_once(writer, record):
+        if not refused:
+            refused.append(record)
+            raise StoreError("the disk is full", works="freeing space", knob="store")
+        finish(writer, record)
+
+    monkeypatch.setattr("labkit.experiments.store.RunWriter.finish", refuse_once)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with pytest.raises(StoreError) as caught:
+        session.run()
+    (record,), (path,) = session.records(), (tmp_path / "temporary").glob("*/*.sqlite3")
+    assert RunStore(path).get(record.run_id) == record
+    assert f"labkit runs --store {path}" in caught.value.works
+    assert caught.value.knob == "store"
+    # There is room again.
+    session.save(record)
+    assert session.store.get(record.run_id) == record
+
+
+def test_where_not_even_temporary_files_have_room_the_error_says_that_memory_is_all_there_is(
+    session, monkeypatch, tmp_path
+):
+    def refuse(*_):
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr("labkit.experiments.store.RunWriter.finish", refuse)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(StoreError, match=r"nowhere but in this session's records\(\)") as caught:
+        session.run()
+    assert caught.value.works.startswith("session.save(record)")
+    assert session.records()[0].status == "finished"
 
 
 def test_close_twice(session):

@@ -1,5 +1,6 @@
 """The run store by its rules: nothing acknowledged is lost, nothing foreign is touched, every refusal says why."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -242,8 +243,79 @@ def test_a_run_of_another_version_hides_no_other_from_the_list(store):
 def test_unwritable_folder_says_so(tmp_path):
     blocked = tmp_path / "a file, no folder"
     blocked.write_text("")
-    with pytest.raises(StoreError, match=r"(?s)cannot open.*folder that you may write to.*LABKIT_HOME"):
+    with pytest.raises(StoreError, match=r"(?s)cannot open.*folder that you may write to.*turn: store"):
         RunStore(blocked / "runs.sqlite3")
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_errors_name_what_the_store_was_given_by(monkeypatch, tmp_path, is_own):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    path, given = tmp_path / "runs.sqlite3", None if is_own else tmp_path / "runs.sqlite3"
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TABLE people (name TEXT)")
+    found = []
+    with pytest.raises(StoreError) as foreign:
+        RunStore(given)
+    found.append(foreign.value)
+    path.write_bytes(b"no database at all" * 100)
+    with pytest.raises(StoreError) as damaged:
+        RunStore(given)
+    found.append(damaged.value)
+    path.unlink()
+    store = RunStore(given)
+    found.append(store._explain("save a run", sqlite3.OperationalError("database or disk is full")))
+    found.append(store._explain("save a run", OSError("Permission denied")))
+    with store._writing("test") as connection:
+        connection.exec_driver_sql("UPDATE labkit_meta SET value = '99'")
+    with pytest.raises(StoreError) as newer:
+        RunStore(given)
+    found.append(newer.value)
+    assert [error.knob for error in found] == ["LABKIT_HOME" if is_own else "store"] * 5
+    with store._writing("test") as connection:
+        connection.exec_driver_sql("UPDATE labkit_meta SET value = '1'")
+    with pytest.raises(StoreError) as missing:
+        store.get("nowhere")
+    assert missing.value.works == ("an id from `labkit runs`" if is_own else
+                                   f"an id from `labkit runs --store {path}`")  # fmt: skip
+
+
+def test_a_run_that_was_begun_here_is_ended_by_saving_it(store):
+    store.begin(running_record())
+    store.save(example_record())
+    assert store.get("run-1") == example_record()
+    with pytest.raises(StoreError, match="is in the store already"):
+        store.save(example_record(note="another"))
+
+
+def test_a_run_that_another_process_is_writing_is_not_ended_by_saving_one_of_its_id(store):
+    store.begin(running_record())
+    with store._writing("test") as connection:
+        connection.exec_driver_sql("UPDATE runs SET writer_host = 'another'")
+    with pytest.raises(StoreError, match="is in the store already"):
+        store.save(example_record())
+
+
+def test_what_is_damaged_is_told_and_the_others_are_read(store):
+    for name in ("good", "rows", "head"):
+        store.save(example_record(name))
+    with store._writing("test") as connection:
+        connection.exec_driver_sql("UPDATE run_rows SET payload = '[[1, 2' WHERE run_id = 'rows' AND kind = 'step'")
+        connection.exec_driver_sql("UPDATE runs SET head = '{}' WHERE run_id = 'head'")
+    told = []
+    assert [run.run_id for run in store.get_readable(["rows", "good", "head"], told.append)] == ["good"]
+    assert [sentence.split(" in ")[0] for sentence in told] == ["run rows", "run head"]
+    with pytest.raises(StoreError, match="no run 'nowhere'"):
+        list(store.get_readable(["nowhere"], told.append))
+
+
+def test_a_run_that_cannot_be_read_can_be_deleted(store):
+    store.save(example_record())
+    with store._writing("test") as connection:
+        connection.exec_driver_sql("UPDATE runs SET head = '{}'")
+    store.delete("run-1")
+    assert (store.num_trashed(), store.unreadable()) == (1, ())
+    assert store.empty_trash() == 1
+    assert store.num_trashed() == 0
 
 
 def test_unknown_driver_and_broken_url():

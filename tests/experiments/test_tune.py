@@ -9,7 +9,7 @@ from example_runs import example_workload
 from labkit.errors import LabkitError, OutOfRangeError, StoreError
 from labkit.experiments.run import Speed
 from labkit.experiments.runner import LocalRunner
-from labkit.experiments.store import RunStore
+from labkit.experiments.store import RunStore, RunWriter
 from labkit.experiments.worker import Worker
 from labkit.measure.run_record import StepRow
 from labkit.specs.engine_config import EngineConfig
@@ -82,6 +82,32 @@ def test_a_run_that_dies_is_reported_and_the_others_go_on(run_tune, tmp_path):
     assert set(statuses.values()) == {"finished"}
     assert len(statuses) == 5
     assert "SIGKILL" in result.report_path.read_text()
+
+
+def test_a_store_that_gets_full_costs_no_run_and_no_report(run_tune, tmp_path, monkeypatch):
+    finish, begin, ended, begun, events = RunWriter.finish, RunStore.begin, [], [], []
+
+    def refuse_the_second(writer, record):
+        ended.append(record)
+        if len(ended) == 2:
+            raise StoreError("the disk is full")
+        finish(writer, record)
+
+    def refuse_the_fourth(store, record):
+        begun.append(record)
+        if len(begun) == 4:
+            raise StoreError("there is still no room")
+        return begin(store, record)
+
+    monkeypatch.setattr(RunWriter, "finish", refuse_the_second)
+    monkeypatch.setattr(RunStore, "begin", refuse_the_fourth)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    result = run_tune(on_event=events.append)
+    assert len(result.run_ids) == 3
+    assert result.report_path.exists()
+    told = [event["message"] for event in events if event["type"] == "log"]
+    assert any("the disk is full; the run is finished, and kept in" in message for message in told)
+    assert any(message.startswith("no further run: there is still no room") for message in told)
 
 
 @pytest.mark.parametrize("budget_s", [0, -1, float("nan"), 10**9])

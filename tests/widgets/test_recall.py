@@ -80,6 +80,33 @@ def test_a_run_of_another_version_is_named_and_hides_no_other(store, tmp_path):
     assert f"note: run {old} in" in listed.output.replace("\n", " ")
 
 
+def test_a_run_whose_rows_are_damaged_is_named_and_the_others_come_back(store, tmp_path):
+    copy = tmp_path / "runs.sqlite3"
+    copy.write_bytes(Path(store).read_bytes())
+    with labkit.Session("Qwen/Qwen3-8B", "A10", store=str(copy)) as session:
+        damaged, kept = (run.run_id for run in session.recall())
+    with contextlib.closing(sqlite3.connect(copy)) as database:
+        database.execute("UPDATE run_rows SET payload = '[[1' WHERE run_id = ? AND kind = 'step'", (damaged,))
+        database.commit()
+    with labkit.Session("Qwen/Qwen3-8B", "A10", store=str(copy)) as session:
+        with pytest.warns(UserWarning, match=f"run {damaged} in .* cannot be read"):
+            assert [run.run_id for run in session.recall()] == [kept]
+        events = []
+        assert session.recall([damaged, kept], on_event=events.append) == ()
+        assert [(event["type"], event["level"]) for event in events] == [("log", "warning")]
+    with labkit.Session("Qwen/Qwen3-8B", "A10", store=str(copy)) as session:
+        assert len(session.recall(limit=1, on_event=events.append)) == 1, "a damaged one takes no other's place"
+    with labkit.Session("Qwen/Qwen3-8B", "A10", store=str(copy)) as session:
+        panel = Panel(session, EngineConfig(max_model_len=2048))
+        panel.editor.earlier.click()
+        assert panel.run_bar.status.text.startswith("1 earlier run ")
+        assert f"run {damaged} in" in panel.run_bar.status.details
+        panel.settle()
+    report = CliRunner().invoke(app, ["report", damaged, kept, "--store", str(copy), "--out", str(tmp_path / "r.html")])
+    assert report.exit_code == 0, report.output
+    assert f"run {damaged} in" in report.output.replace("\n", " ")
+
+
 def test_labkit_panel_opens_a_stored_run(store, tmp_path):
     with labkit.Session("Qwen/Qwen3-8B", "A10", store=store) as session:
         run = session.recall()[-1]
