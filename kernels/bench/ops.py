@@ -225,17 +225,21 @@ def swap_rows() -> list[dict]:
     out_copy = _event_us(lambda: flat_host.copy_(flat, non_blocking=True), main)
     in_copy = _event_us(lambda: flat.copy_(flat_host, non_blocking=True), main)
     a = randn(8192, 8192)
-    alone = _event_us(lambda: [a @ a for _ in range(8)], main)
+    outs = [torch.empty_like(a) for _ in range(2)]
 
-    def beside():
-        swapper.swap_out(pairs)
-        return [a @ a for _ in range(8)]
+    def products(swap: Callable[[], object] | None = None) -> None:
+        if swap is not None:
+            swap()
+        for i in range(8):
+            torch.mm(a, a, out=outs[i % 2])
 
-    slowed = _event_us(beside, main)
+    alone = _event_us(products, main)
+    beside_out = _event_us(lambda: products(lambda: swapper.swap_out(pairs)), main)
+    beside_in = _event_us(lambda: products(lambda: swapper.swap_in(back)), main)
     shape_name = f"256 blocks x {layers} caches x 32 KiB"
     return [
-        row("swap_out", shape_name, out_us, size, torch_us=out_copy, product_us=alone, product_beside_us=slowed),
-        row("swap_in", shape_name, in_us, size, torch_us=in_copy),
+        row("swap_out", shape_name, out_us, size, torch_us=out_copy, product_us=alone, product_beside_us=beside_out),
+        row("swap_in", shape_name, in_us, size, torch_us=in_copy, product_us=alone, product_beside_us=beside_in),
     ]
 
 

@@ -17,7 +17,9 @@ from labkit_kernels.checks import KernelTypeError, KernelValueError, check_devic
 
 WORD_BYTES = 4
 WORDS_OF_STEP = 2048
-SWAP_PROGRAMS = 64
+# Each takes a multiprocessor from what runs beside a swap. Writes to the host need few in flight to fill the bus; reads
+# need as many as pass while it answers one.
+SWAP_OUT_PROGRAMS, SWAP_IN_PROGRAMS = 4, 64
 ALIGNMENT_BYTES = 16
 
 
@@ -159,26 +161,26 @@ class BlockSwapper:
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> torch.cuda.Event | None:
         """Copies (device block, host block) pairs to the host; returns the event of its end (None without a card)."""
-        return self._swap(self.device_pool, self.host_pool, pairs)
+        return self._swap(self.device_pool, self.host_pool, pairs, SWAP_OUT_PROGRAMS)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> torch.cuda.Event | None:
         """Copies (host block, device block) pairs to the device; returns the event of its end (None without a card)."""
-        return self._swap(self.host_pool, self.device_pool, pairs)
+        return self._swap(self.host_pool, self.device_pool, pairs, SWAP_IN_PROGRAMS)
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         """Makes the caller's stream wait for a swap; the host goes on."""
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
-    def _swap(self, source: BlockCaches, target: BlockCaches, pairs: Sequence[tuple[int, int]]):
+    def _swap(self, source: BlockCaches, target: BlockCaches, pairs: Sequence[tuple[int, int]], programs: int):
         _check_ids(pairs, source.num_blocks, target.num_blocks)
         table = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
         if self.stream is None:
-            launch_copy(source, target, table, SWAP_PROGRAMS)
+            launch_copy(source, target, table, programs)
             return None
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
-            launch_copy(source, target, table.pin_memory().to(self._device, non_blocking=True), SWAP_PROGRAMS)
+            launch_copy(source, target, table.pin_memory().to(self._device, non_blocking=True), programs)
             return self.stream.record_event()
 
 
