@@ -156,10 +156,9 @@ def caption(info: BlockMapInfo) -> str:
     if not info.owners:
         return "No block map was recorded for this run."
     shares = dict(info.shares)
-    text = "Simulated: " if info.origin == "simulated" else ""
-    text += (
-        f"{fmt.count(info.num_blocks)} blocks of {fmt.count(info.block_size)} tokens, held by "
-        f"{fmt.count(info.num_requests)} requests"
+    text = (
+        f"{info.origin.capitalize()}: {fmt.count(info.num_blocks)} blocks of {fmt.count(info.block_size)} tokens, "
+        f"held by {fmt.count(info.num_requests)} requests"
     )
     if not shares:
         return f"{text}."
@@ -174,4 +173,5 @@ def table(info: BlockMapInfo) -> Table:
     """The shares of the pool in tokens and percent."""
     total = sum(size for _, size in info.shares)
     rows = [[what, fmt.count(size), fmt.share(size, total)] for what, size in info.shares]
-    return make_table(["places for tokens", "tokens", "share of the pool"], rows, "The pool at its fullest step")
+    caption = f"The pool at its fullest step, {info.origin}"
+    return make_table(["places for tokens", "tokens", "share of the pool"], rows, caption)

@@ -60,6 +60,15 @@ class CompareInfo:
     other: str
     knobs: tuple[tuple[str, Any, Any], ...]
     metrics: tuple[MetricChange, ...]
+    baseline_origin: str = "measured"
+    other_origin: str = "measured"
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Baseline and other run, each with how it was got."""
+        sides = ((self.baseline, self.baseline_origin), (self.other, self.other_origin))
+        first, second = (f"{plain(name, 40)} ({origin})" for name, origin in sides)
+        return first, second
 
 
 def get_compare_info(baseline: RunRecord, other: RunRecord) -> CompareInfo:
@@ -74,7 +83,7 @@ def get_compare_info(baseline: RunRecord, other: RunRecord) -> CompareInfo:
         if (_get(first, path), _get(second, path)) != (None, None)
     )
     knobs = tuple((name, before, after) for name, (before, after) in differing.items())
-    return CompareInfo(baseline.name, other.name, knobs, tuple(metrics))
+    return CompareInfo(baseline.name, other.name, knobs, tuple(metrics), baseline.origin, other.origin)
 
 
 def _get(summary: RunSummary, path: str) -> float | None:
@@ -87,7 +96,8 @@ def _get(summary: RunSummary, path: str) -> float | None:
 def caption(info: CompareInfo) -> str:
     """What differs, and what it did to the output rate; for equal settings, how far two equal runs are apart."""
     rate = info.metrics[0]
-    names = f"{plain(info.other, 40)} against {plain(info.baseline, 40)}"
+    baseline, other = info.names
+    names = f"{other} against {baseline}"
     if not info.knobs:
         noise = f"±{fmt.share(abs(rate.percent), 100)}" if rate.percent is not None else "unknown"
         return f"{names}: same settings, so the difference is noise: {noise} of output tokens a second."
@@ -99,5 +109,5 @@ def table(info: CompareInfo) -> Table:
     """Differing settings first, then the metrics."""
     rows = [[name, shown(before), shown(after), ""] for name, before, after in info.knobs]
     rows += [[metric.title, metric.before_text, metric.after_text, metric.words] for metric in info.metrics]
-    columns = ("", plain(info.baseline, 40), plain(info.other, 40), "change")
+    columns = ("", *info.names, "change")
     return make_table(columns, rows, "Baseline and chosen run")

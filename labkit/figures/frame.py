@@ -12,6 +12,8 @@ from plotly.subplots import make_subplots
 from labkit.figures.palette import get_theme, label, template
 from labkit.text import plain
 
+# More rows than these lie closer together, with names of one line.
+MANY_ROWS = 12
 # Pixels of each plot on a narrow page, and between two: a title below the one and a title over the other.
 NARROW_HEIGHT, NARROW_GAP = 240, 96
 
@@ -53,7 +55,7 @@ def joined(values: Sequence[str], is_axis: bool) -> str:
 
 def rows_height(num_rows: int) -> int:
     """Of a plot with `num_rows` named rows, in pixels."""
-    return 48 * num_rows + 136
+    return (48 if num_rows <= MANY_ROWS else 24) * num_rows + 136
 
 
 def names_beside(figure: go.Figure, names: Sequence[str], num_plots: int, narrow: bool) -> None:

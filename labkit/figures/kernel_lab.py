@@ -46,6 +46,11 @@ class KernelLabInfo:
     method: str
     card: str
 
+    @property
+    def origin(self) -> str:
+        """How the numbers were got, in a word: "measured" or "simulated"."""
+        return self.method.split(" ")[0]
+
 
 def get_kernel_lab_info(result: LabResult | None) -> KernelLabInfo:
     """The points by line and cell; empty before the first result."""
@@ -71,7 +76,8 @@ def draw_kernel_lab(info: KernelLabInfo, theme: str = "light", narrow: bool = Fa
     """Lines of hit rate, bandwidth and time, each from zero."""
     if not info.lines:
         return empty(theme, "nothing counted yet: press Run")
-    figure = row_of_plots(theme, TITLES, narrow=narrow, spacing=0.1)
+    titles = tuple(f"{title}, {info.origin}" for title in TITLES)
+    figure = row_of_plots(theme, titles, narrow=narrow, spacing=0.1)
     divisor, unit = fmt.bandwidth_scale(max(max(line.dram_bytes_per_s) for line in info.lines))
     for line, style in zip(info.lines, get_theme(theme).lines, strict=False):
         columns = (
@@ -87,7 +93,7 @@ def draw_kernel_lab(info: KernelLabInfo, theme: str = "light", narrow: bool = Fa
                     x=[str(size) for size in line.block_sizes], y=values,
                     line={"color": style.color, "dash": style.dash, "width": 2},
                     marker={"symbol": style.marker, "size": 9, "color": style.color},
-                    hovertext=[f"{NAMES[line.variant]}, block {size}: {text}"
+                    hovertext=[f"{NAMES[line.variant]}, block {size}: {text}, {info.origin}"
                                for size, text in zip(line.block_sizes, texts, strict=True)],
                     hovertemplate="%{hovertext}<extra></extra>",
                 ),
@@ -112,12 +118,12 @@ def draw_hit_map(info: KernelLabInfo, theme: str = "light", narrow: bool = False
         z=percent, zmin=0, zmax=100, colorscale=HEAT_SCALE,
         text=[["" if rate is None else fmt.share(rate, 1) for rate in row] for row in info.heat],
         texttemplate="%{text}", textfont={"size": 9 if narrow else 12}, showscale=not narrow,
-        colorbar={"title": {"text": "L2 hits, %"}},
-        hovertemplate="block %{x}, %{y} shared: %{text}<extra></extra>",
+        colorbar={"title": {"text": f"L2 hits, %,<br>{info.origin}"}},
+        hovertemplate="block %{x}, %{y} shared: %{text}, " + info.origin + "<extra></extra>",
     ))  # fmt: skip
     figure.update_xaxes(title_text="block_size (tokens)", type="category")
     figure.update_yaxes(title_text="shared context" if narrow else "context shared by all sequences", type="category")
-    figure.update_layout(title_text="L2 hits" if narrow else None, margin={"t": 40 if narrow else 16})
+    figure.update_layout(title_text=f"L2 hits, {info.origin}" if narrow else None, margin={"t": 40 if narrow else 16})
     return figure
 
 
@@ -134,7 +140,7 @@ def caption(info: KernelLabInfo) -> str:
     spread = 100 * (max(first.l2_hit_rates) - min(first.l2_hit_rates))
     best = max(info.lines, key=lambda line: max(line.l2_hit_rates))
     text = (
-        f"{plain(info.card, 40)}, {info.method.split(' ')[0]}: from block {first.block_sizes[0]} to "
+        f"{plain(info.card, 40)}, {info.origin}: from block {first.block_sizes[0]} to "
         f"{first.block_sizes[-1]} the L2 hit rate of the packed kernel moves by {spread:.1f} points."
     )
     if best.variant != first.variant:

@@ -79,11 +79,11 @@ def draw_kv_over_time(info: KvOverTimeInfo, theme: str = "light") -> go.Figure:
                     vertical_spacing=0.12)  # fmt: skip
     shown = {"reserved by requests": info.reserved, "holding tokens": info.stored, "cached for reuse": info.cached}
     for (title, series), style in zip(shown.items(), colors.lines, strict=False):
-        figure.add_trace(_line(title, series, style, divisor), row=1, col=1)
+        figure.add_trace(_line(title, series, style, divisor, unit), row=1, col=1)
     figure.add_trace(_preemptions(info, divisor, colors.worse), row=1, col=1)
     counts = {"running": info.running, "waiting": info.waiting}
     for (title, series), style in zip(counts.items(), colors.lines, strict=False):
-        figure.add_trace(_line(title, series, style, 1, shape="hv", legend="legend2"), row=2, col=1)
+        figure.add_trace(_line(title, series, style, 1, "requests", shape="hv", legend="legend2"), row=2, col=1)
     figure.add_hline(
         y=pool_bytes / divisor,
         line={"color": BASELINE, "dash": "dash", "width": 1.5},
@@ -112,7 +112,7 @@ def pool_words(info: KvOverTimeInfo) -> str:
     return f"{text}, measured {fmt.memory(info.measured_pool_bytes)}"
 
 
-def _line(title: str, series: Thinned, style: LineStyle, divisor: float, **options: Any) -> go.Scatter:
+def _line(title: str, series: Thinned, style: LineStyle, divisor: float, unit: str, **options: Any) -> go.Scatter:
     return go.Scatter(
         name=title,
         mode="lines",
@@ -120,7 +120,7 @@ def _line(title: str, series: Thinned, style: LineStyle, divisor: float, **optio
         y=[value / divisor for value in series.y],
         line={"color": style.color, "dash": style.dash, "width": 2, "shape": options.get("shape", "linear")},
         legend=options.get("legend", "legend"),
-        hovertemplate="%{x:.2f} s: %{y:,.4g}<extra>" + title + "</extra>",
+        hovertemplate="%{x:.2f} s: %{y:,.4g} " + unit + "<extra>" + title + "</extra>",
     )
 
 
@@ -149,9 +149,8 @@ def caption(info: KvOverTimeInfo) -> str:
     reserved, at = info.reserved.y[peak], info.reserved.x[peak]
     sent_back = sum(entry[2] for entry in info.preemptions)
     stored = max(info.stored.y)
-    head = "Simulated: at" if info.origin == "simulated" else "At"
     text = (
-        f"{head} its fullest, {fmt.duration(at)} into the run, requests hold "
+        f"{info.origin.capitalize()}: at its fullest, {fmt.duration(at)} into the run, requests hold "
         f"{fmt.memory_with_share(reserved, info.pool_bytes)} of the pool; at most {fmt.memory(stored)} held tokens; "
     )
     text += f"{fmt.count(sent_back)} preemptions." if sent_back else "no request was sent back."
@@ -174,4 +173,4 @@ def table(info: KvOverTimeInfo) -> Table:
     for title, series in (("running requests", info.running), ("waiting requests", info.waiting)):
         if series.y:
             rows.append([title, fmt.number(sum(series.y) / len(series.y)), fmt.count(max(series.y))])
-    return make_table(["series", "mean of shown points", "peak"], rows, "KV use over the run")
+    return make_table(["series", "mean of shown points", "peak"], rows, f"KV use over the run, {info.origin}")

@@ -113,8 +113,9 @@ def _hover(bar: L2Bar) -> str:
 
 
 def _kind(bar: L2Bar) -> str:
-    """The words under a bar; a whole step is told from its attention."""
-    return f"{bar.method.split(' ')[0]}{', whole step' if 'all kernels' in bar.scope else ''}"
+    """The words under a bar: how it was got and on which card; a whole step is told from its attention."""
+    scope = ", whole step" if "all kernels" in bar.scope else ""
+    return f"{bar.method.split(' ')[0]}, {label(bar.card, 16)}{scope}"
 
 
 def sentence(counters: Counters | L2Bar) -> str:

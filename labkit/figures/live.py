@@ -147,7 +147,7 @@ def caption(info: LiveInfo) -> str:
         return "No step yet."
     notice = f" {info.running.notice.capitalize()}." if info.running.notice else ""
     return (
-        f"{fmt.rate(info.last('tokens_per_s'))} of output, {fmt.count(info.last('running'))} running, "
+        f"Measured: {fmt.rate(info.last('tokens_per_s'))} of output, {fmt.count(info.last('running'))} running, "
         f"{fmt.count(info.last('waiting'))} waiting, KV {fmt.share(info.last('kv_share'), 1)}{_memory(info)}.{notice}"
     )
 

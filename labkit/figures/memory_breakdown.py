@@ -215,7 +215,7 @@ def caption(info: MemoryBreakdownInfo) -> str:
     largest = max((part for part in PARTS if part != "free"), key=lambda part: parts[part])
     total = predicted.total_bytes
     text = (
-        f"The largest part of {fmt.memory(total)} is {PART_TITLES[largest]}: "
+        f"Predicted: the largest part of {fmt.memory(total)} is {PART_TITLES[largest]}, "
         f"{fmt.memory_with_share(parts[largest], total)}"
     )
     left = "overrun by" if parts["free"] < 0 else "left free:"

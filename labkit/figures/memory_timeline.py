@@ -145,7 +145,7 @@ def caption(info: MemoryTimelineInfo) -> str:
     )
     if info.planned_bytes:
         text += f"; the plan has {fmt.memory_with_share(info.planned_bytes, info.total_bytes)} in use"
-    text = f"Simulated: {text}." if info.origin == "simulated" else f"{text[0].upper()}{text[1:]}."
+    text = f"{info.origin.capitalize()}: {text}."
     reserved, allocated = info.get("reserved_bytes"), info.get("allocated_bytes")
     if reserved and allocated:
         idle = reserved.y[-1] - allocated.y[-1]
@@ -160,4 +160,4 @@ def table(info: MemoryTimelineInfo) -> Table:
         [titles[field], fmt.memory(points.y[0]), fmt.memory(max(points.y)), fmt.memory(points.y[-1])]
         for field, points in info.series
     ]
-    return make_table(["memory", "at the start", "most", "at the end"], rows, "Memory over the run")
+    return make_table(["memory", "at the start", "most", "at the end"], rows, f"Memory over the run, {info.origin}")

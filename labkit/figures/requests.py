@@ -37,12 +37,14 @@ class RequestsInfo:
     runs: tuple[RequestCurves, ...]
     rows: tuple[RequestRow, ...] = ()
     num_runs: int = 0
+    origin: str = "measured"
 
 
 def get_requests_info(records: Sequence[RunRecord]) -> RequestsInfo:
     """The distributions of the first `MAX_RUNS` records; the table lists the requests of the first."""
     runs = tuple(_curves(record) for record in records[:MAX_RUNS] if time_to_first_token_s(record.requests))
-    return RequestsInfo(runs, records[0].requests if records else (), len(records))
+    first = records[0] if records else None
+    return RequestsInfo(runs, first.requests if first else (), len(records), first.origin if first else "measured")
 
 
 def _curves(record: RunRecord) -> RequestCurves:
@@ -70,17 +72,17 @@ def draw_requests(info: RequestsInfo, theme: str = "light", narrow: bool = False
         longest = max((dict(run.curves)[metric].x[-1] for run in info.runs if dict(run.curves)[metric].x), default=0.0)
         scale, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
         for run, style in zip(info.runs, get_theme(theme).lines, strict=False):
-            curve = dict(run.curves)[metric]
+            curve, name = dict(run.curves)[metric], f"{label(run.name, 32)} ({run.origin})"
             figure.add_trace(
                 go.Scatter(
-                    name=f"{label(run.name, 32)} ({run.origin})",
+                    name=name,
                     legendgroup=run.run_id,
                     showlegend=index == 0,
                     mode="lines",
                     x=[scale * value for value in curve.x],
                     y=[100 * share for share in curve.y],
                     line={"color": style.color, "dash": style.dash, "width": 2, "shape": "hv"},
-                    hovertemplate=f"%{{y:.3g}} % within %{{x:.3g}} {unit}<extra></extra>",
+                    hovertemplate=f"%{{y:.3g}} % within %{{x:.3g}} {unit}<extra>{name}</extra>",
                 ),
                 **place,
             )
@@ -122,7 +124,7 @@ def table(info: RequestsInfo) -> Table:
     shown = f", the first {MAX_ROWS} of {fmt.count(len(info.rows))}" if len(info.rows) > MAX_ROWS else ""
     columns = ["request", "arrival", "first token after", "finish after", "prompt tokens", "of them cached",
                "output tokens", "preemptions", "end"]  # fmt: skip
-    return make_table(columns, rows, f"Requests of the run{shown}")
+    return make_table(columns, rows, f"Requests of the run, {info.origin}{shown}")
 
 
 def _since(moment_s: float | None, row: RequestRow) -> str:

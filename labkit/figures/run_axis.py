@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import plotly.graph_objects as go
 
-from labkit.figures.frame import name_lowest_only, names_beside, row_of_plots, rows_height, wrapped
+from labkit.figures.frame import MANY_ROWS, name_lowest_only, names_beside, row_of_plots, rows_height, wrapped
 
 
 class Points(Protocol):
@@ -49,7 +49,10 @@ def name_values(figure: go.Figure, knob: str | None, unit: str, place: Mapping[s
 def name_runs(figure: go.Figure, info: Points, num_plots: int, narrow: bool) -> None:
     """The axis of the runs."""
     if info.knob is None:
-        names = [wrapped(point.value, 14, 3) if narrow else wrapped(point.value) for point in info.points]
+        width, lines = (14, 3) if narrow else (24, 2)
+        if len(info.points) > MANY_ROWS:
+            width, lines = (18, 1) if narrow else (36, 1)
+        names = [wrapped(point.value, width, lines) for point in info.points]
         names_beside(figure, names, num_plots, narrow)
         return
     figure.update_xaxes(title_text=info.axis_title, type="category")

@@ -21,7 +21,8 @@ COLUMNS = ("run", "status", "output tok/s", "first token p95", "between tokens p
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run: its numbers, the settings in which the runs differ, its distance to the baseline."""
+    """One run: its numbers, the settings in which the runs differ, its distance to the baseline; `origin` is "" where
+    no step gave a number."""
 
     run_id: str
     name: str
@@ -65,7 +66,7 @@ def get_run_table_info(
     varied = varied_knobs(records)
     rows = tuple(
         RunRow(record.run_id, record.name, record.status, summarize(record), settings_words(record.config, varied),
-               record.origin, base if at != index else None)
+               record.origin if record.steps else "", base if at != index else None)
         for at, record in enumerate(records)
     )  # fmt: skip
     return RunTableInfo(rows, index, (*(() if index is None else (index,)), *on_top))
@@ -107,7 +108,7 @@ def _texts(row: RunRow) -> list[str]:
     base = _numbers(row.baseline) if row.baseline else (None,) * 5
     return [
         plain(row.name, 60),
-        row.status if row.origin == "measured" else f"{row.status}, {row.origin}",
+        f"{row.status}, {row.origin}" if row.origin else row.status,
         fmt.number(rate) + _delta(base[0], rate, fmt.number, higher_is_better=True),
         fmt.duration(first) + _delta(base[1], first, fmt.duration, higher_is_better=False),
         fmt.duration(between) + _delta(base[2], between, fmt.duration, higher_is_better=False),

@@ -50,7 +50,7 @@ def get_step_roofline_info(records: Sequence[RunRecord | None]) -> StepRooflineI
 def draw_step_roofline(info: StepRooflineInfo, theme: str = "light", narrow: bool = False) -> go.Figure:
     """Left the roofline with decode steps and steps with prompts on it, right the shares of the steps' time."""
     if info.bound is None:
-        return empty(theme, NOTHING)
+        return empty(theme, "no steps on a roofline")
     figure = row_of_plots(theme, ("steps on the roofline", "where the steps' time goes"), narrow=narrow, spacing=0.12)
     _roof(figure, info.bound, theme, narrow)
     _points(figure, info.bound, theme, narrow)

@@ -15,7 +15,7 @@ from labkit.figures.tables import Table, make_table
 from labkit.measure.run_record import RunRecord
 from labkit.measure.summary import summarize
 
-TITLES = ("empty places of reserved blocks", "output tokens")
+TITLES = ("empty places of reserved blocks", "output rate")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class TailWastePoint:
     output_tokens_per_s: float
     num_runs: int = 1
     rate_spread: float | None = None
+    origin: str = "measured"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class TailWasteInfo:
 
     points: tuple[TailWastePoint, ...]
     num_without: int = 0
+
+    @property
+    def origin(self) -> str:
+        """How the runs were got: "measured", "simulated", or both."""
+        return " and ".join(sorted({point.origin for point in self.points}))
 
 
 def get_tail_waste_info(records: Sequence[RunRecord]) -> TailWasteInfo:
@@ -80,20 +86,21 @@ def _point(record: RunRecord) -> TailWastePoint | None:
     reserved = peak.num_blocks_used * size
     expected = peak.num_running * (size - 1) / 2 / reserved
     return TailWastePoint(record.run_id, record.name, size, reserved, numbers.tail_waste_share, expected,
-                          numbers.output_tokens_per_s)  # fmt: skip
+                          numbers.output_tokens_per_s, origin=record.origin)  # fmt: skip
 
 
 def draw_tail_waste(info: TailWasteInfo, theme: str = "light", narrow: bool = False) -> go.Figure:
     """Waste, measured beside expected, and output rate; both axes from zero."""
     if not info.points:
         return empty(theme, "no run yet: the waste is measured at the fullest step of a run")
-    figure = row_of_plots(theme, TITLES, narrow=narrow, spacing=0.12)
+    titles = tuple(f"{title}, {info.origin}" for title in TITLES)
+    figure = row_of_plots(theme, titles, narrow=narrow, spacing=0.12)
     first, second, third = get_theme(theme).lines[:3]
     sizes = [fmt.count(point.block_size) for point in info.points]
     series = (
-        ("measured", [100 * point.waste_share for point in info.points], first, 0, "%"),
-        ("half a block a request", [100 * point.expected_waste_share for point in info.points], second, 0, "%"),
-        ("output", [point.output_tokens_per_s for point in info.points], third, 1, "tok/s"),
+        (info.origin, [100 * point.waste_share for point in info.points], first, 0, "%"),
+        ("expected: half a block each", [100 * point.expected_waste_share for point in info.points], second, 0, "%"),
+        (f"output, {info.origin}", [point.output_tokens_per_s for point in info.points], third, 1, "tok/s"),
     )
     for name, values, style, index, unit in series:
         figure.add_trace(
@@ -106,7 +113,7 @@ def draw_tail_waste(info: TailWasteInfo, theme: str = "light", narrow: bool = Fa
                 line={"color": style.color, "dash": style.dash, "width": 2},
                 marker={"symbol": style.marker, "size": 9, "color": style.color},
                 customdata=[point.run_id for point in info.points],
-                hovertext=[f"{label(point.name)}: {fmt.number(value)} {unit}"
+                hovertext=[f"{label(point.name)}, {name}: {fmt.number(value)} {unit}"
                            for point, value in zip(info.points, values, strict=True)],
                 hovertemplate="%{hovertext}<extra></extra>",
             ),
@@ -129,14 +136,15 @@ def caption(info: TailWasteInfo) -> str:
     """The conclusion: what the largest block wastes against the smallest, and whether the rate moved with it."""
     if not info.points:
         return "No run has reserved a block yet."
-    small, large = info.points[0], info.points[-1]
+    small, large, origin = info.points[0], info.points[-1], info.origin.capitalize()
     if small.block_size == large.block_size:
         empty_share = fmt.share(small.waste_share, 1)
-        return f"Blocks of {fmt.count(small.block_size)} tokens leave {empty_share} of what is reserved empty."
+        return f"{origin}: blocks of {fmt.count(small.block_size)} tokens leave {empty_share} of the reserved empty."
+    expected = fmt.share(large.expected_waste_share, 1)
     return (
-        f"From {fmt.count(small.block_size)} to {fmt.count(large.block_size)} tokens a block, the empty share of "
-        f"reserved blocks goes from {fmt.share(small.waste_share, 1)} to {fmt.share(large.waste_share, 1)} (half a "
-        f"block a request would be {fmt.share(large.expected_waste_share, 1)}). {_rate_words(info, small, large)}"
+        f"{origin}: from {fmt.count(small.block_size)} to {fmt.count(large.block_size)} tokens a block, the empty "
+        f"share of reserved blocks goes from {fmt.share(small.waste_share, 1)} to {fmt.share(large.waste_share, 1)} "
+        f"(half a block a request would be {expected}). {_rate_words(info, small, large)}"
     )
 
 
@@ -159,4 +167,4 @@ def table(info: TailWasteInfo) -> Table:
         for point in info.points
     ]  # fmt: skip
     columns = ["block_size (tokens)", "reserved at the fullest step (tokens)", "empty", "expected", "output", "runs"]
-    return make_table(columns, rows, "Waste of each block size")
+    return make_table(columns, rows, f"Waste of each block size, {info.origin}")

@@ -182,7 +182,7 @@ def _numbers(outcome: Outcome) -> str:
         return ""
     numbers = summarize(outcome.records[0])
     first = f", first token {fmt.duration(numbers.ttft_s.p95)} at p95" if numbers.ttft_s else ""
-    seconds = " of the virtual card" if outcome.records[0].origin == "simulated" else ""
+    seconds = " of the virtual card" if outcome.records[0].origin == "simulated" else ", measured"
     return f" in {fmt.duration(numbers.duration_s)}{seconds}: {fmt.rate(numbers.output_tokens_per_s)}{first}"
 
 

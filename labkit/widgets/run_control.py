@@ -214,7 +214,8 @@ class RunControl:
         self._screen.begin(event["plan"], view)
 
 
-_PHASES = {"start": "starting the worker", "load": "loading the weights", "configure": "allocating the KV pool",
+_PHASES = {"start": "starting the worker, which loads torch once and then stays",
+           "load": "loading the weights", "configure": "allocating the KV pool",
            "run": "running", "measure memory": "measuring memory", "simulate": "simulating",
            "count steps": "counting steps"}  # fmt: skip
 

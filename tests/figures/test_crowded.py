@@ -6,7 +6,18 @@ import dataclasses
 
 import pytest
 
-from labkit.figures import block_map, kv_over_time, l2, latency, memory_timeline, pareto, requests, throughput
+from labkit.figures import (
+    block_map,
+    compare,
+    kv_over_time,
+    l2,
+    latency,
+    memory_timeline,
+    pareto,
+    requests,
+    tail_waste,
+    throughput,
+)
 from labkit.figures.frame import wrapped
 from labkit.figures.runs import comparable, distinctly_named
 from labkit.specs.engine_config import EngineConfig
@@ -108,9 +119,27 @@ def test_every_figure_says_whether_it_is_measured_or_simulated():
         assert {row[method] for row in room.table(info)} == {"simulated", "measured"}
     for room in (kv_over_time, block_map, memory_timeline):
         name = room.__name__.rpartition(".")[2]
-        assert room.caption(getattr(room, f"get_{name}_info")(simulated)).startswith("Simulated: ")
+        for origin, record in (("simulated", simulated), ("measured", sample_record())):
+            info = getattr(room, f"get_{name}_info")(record)
+            assert room.caption(info).startswith(f"{origin.capitalize()}: ")
+            assert room.table(info).caption.endswith(f", {origin}")
     names = [trace.name for trace in requests.draw_requests(requests.get_requests_info([simulated])).data]
     assert set(names) == {"block 16 (simulated)"}
+    assert requests.table(requests.get_requests_info([simulated])).caption == "Requests of the run, simulated"
+    compared = compare.get_compare_info(sample_record(), dataclasses.replace(simulated, name="other"))
+    assert compare.table(compared).columns[1:3] == ("block 16 (measured)", "other (simulated)")
+    wasted = tail_waste.get_tail_waste_info([simulated])
+    assert tail_waste.caption(wasted).startswith("Simulated: ")
+    assert "simulated" in tail_waste.draw_tail_waste(wasted).data[0].name
+
+
+def test_fifty_runs_stand_in_close_rows_of_one_line():
+    runs = [sample_record(EngineConfig(block_size=16 * (1 + at % 2), max_num_seqs=8 + at), run_id=f"r{at}", name=LONG)
+            for at in range(50)]  # fmt: skip
+    figure = throughput.draw_throughput(throughput.get_throughput_info(runs))
+    assert figure.layout.height < 1400
+    assert len(figure.data[0].x) == 50
+    assert not any("<br>" in name for name in figure.layout.yaxis.ticktext)
 
 
 def test_the_planned_pool_and_use_stand_beside_what_was_measured():

@@ -253,8 +253,8 @@ def test_a_whole_step_stands_beside_its_attention():
     info = l2.get_l2_info([dataclasses.replace(sample_record(), counters=attention, step_counters=step)])
     assert [bar.scope for bar in info.bars] == ["attention of a step", "a step, all kernels"]
     names = l2.draw_l2(info).layout.yaxis.ticktext
-    assert names[0].endswith("<br>measured")
-    assert names[1].endswith("<br>measured, whole step")
+    assert names[0].endswith("<br>measured, H200")
+    assert names[1].endswith("<br>measured, H200, whole step")
     assert l2.sentence(attention) == (
         "L2 hit rate 1.0 % at 4.00 TB/s from DRAM (attention of a step): measured (CUPTI range profiler), H200."
     )

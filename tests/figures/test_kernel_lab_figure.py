@@ -28,7 +28,7 @@ def test_heat_map_and_its_gaps(result):
     figure = kernel_lab.draw_hit_map(info)
     narrow = kernel_lab.draw_hit_map(info, narrow=True)
     assert (figure.data[0].showscale, narrow.data[0].showscale) == (True, False), "each cell has its number anyway"
-    assert narrow.layout.title.text == "L2 hits"
+    assert narrow.layout.title.text == "L2 hits, simulated"
     assert [list(row) for row in figure.data[0].z] == [
         [100 * rate for rate in row] for row in info.heat
     ]  # fmt: skip

@@ -23,7 +23,7 @@ def test_events_become_the_four_series():
     assert info.tokens_per_s.x == (0.5, 1.0)
     assert info.tokens_per_s.y == (80.0, 120.0)
     assert info.kv_share.y == (0.25, 0.5)
-    assert caption(info) == "120 tok/s of output, 4 running, 2 waiting, KV 50 %."
+    assert caption(info) == "Measured: 120 tok/s of output, 4 running, 2 waiting, KV 50 %."
     assert list(draw_live(info).data[-1].y) == [25.0, 50.0]
 
 

@@ -30,7 +30,7 @@ def test_on_a_card_the_whole_comes_before_its_parts():
     ]  # fmt: skip
     assert list(figure.data[1].y) == [12.0, 16.0, 16.0]
     assert figure.layout.yaxis.title.text == "memory (GiB)"
-    assert "Card in use (NVML) at most 18.0 GiB" in memory_timeline.caption(found)
+    assert "Measured: card in use (NVML) at most 18.0 GiB" in memory_timeline.caption(found)
     assert "At the end 6.00 GiB (38 %) of what torch reserved held nothing." in memory_timeline.caption(found)
     rows = {row[0]: row[1:] for row in memory_timeline.table(found).rows}
     assert rows["reserved by torch"] == ("12.0 GiB", "16.0 GiB", "16.0 GiB")

@@ -14,7 +14,7 @@ def test_it_runs_each_block_size_and_concludes_from_the_runs():
     assert experiment.wait(20)
     assert [record.config.block_size for record in session.records()] == [8, 32, 32, 8]
     assert experiment.chart.figure["data"][0]["x"] == ["8", "32"]
-    assert experiment.conclusion.text.startswith("From 8 to 32 tokens a block")
+    assert experiment.conclusion.text.startswith("Measured: from 8 to 32 tokens a block")
     assert len(experiment.table.rows) == 2
     assert experiment.bar.status.text == "4 runs finished."
 

@@ -196,7 +196,7 @@ def test_a_run_grows_the_chart_then_stands_in_the_table_beside_its_prediction(ma
     assert lengths[-1] == 60
     assert panel.run_bar.status.text.startswith("1 run finished in ")
     assert not panel.run_bar.run.disabled
-    assert [row[:2] for row in panel.runs.rows] == [["fake 1", "finished"]]
+    assert [row[:2] for row in panel.runs.rows] == [["fake 1", "finished, measured"]]
     assert panel.runs.selected == 0
     assert panel.pictures.memory.figure["data"][0]["y"] == ["predicted", "measured"]
     assert panel.stale.text == ""
@@ -223,12 +223,12 @@ def test_cancel_keeps_what_was_measured_and_the_panel_goes_on(make_panel):
     panel.run_bar.cancel.click()
     assert panel.wait(10)
     assert panel.run_bar.status.text.startswith("Cancelled; ")
-    assert panel.runs.rows[0][1] == "cancelled"
+    assert panel.runs.rows[0][1] == "cancelled, measured"
     assert len(session.records()[0].steps) > 0
     session._num_steps = 5
     panel.run()
     assert panel.wait(10)
-    assert [row[1] for row in panel.runs.rows] == ["cancelled", "finished"]
+    assert [row[1] for row in panel.runs.rows] == ["cancelled, measured", "finished, measured"]
 
 
 @pytest.mark.parametrize(
@@ -424,7 +424,9 @@ def test_the_chosen_run_is_compared_with_the_baseline(make_panel):
     panel.choose("run-8")
     panel.pin()
     panel.choose("run-64")
-    assert panel.compared.text.startswith("block 64 against block 8: block_size 8 → 64; output +18 %")
+    assert panel.compared.text.startswith(
+        "block 64 (measured) against block 8 (measured): block_size 8 → 64; output +18 %"
+    )
     assert panel.compared_table.rows[0] == ["block_size", "8", "64", ""]
 
 

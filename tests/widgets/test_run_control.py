@@ -31,7 +31,7 @@ def test_loading_says_stage_bytes_share_and_time_left():
     bar, view = RunBar(), RunView()
     read_event({"type": "status", "phase": "start", "message": "starting the worker"}, view)
     bar.show_progress(view, "")
-    assert bar.status.text.startswith("starting the worker, ")
+    assert bar.status.text.startswith("starting the worker, which loads torch once and then stays, ")
     assert bar.status.progress is None
     load = {"type": "progress", "phase": "load", "done": 2**30, "total": 4 * 2**30, "unit": "bytes", "remaining_s": 12}
     read_event(load, view)
