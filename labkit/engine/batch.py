@@ -95,15 +95,14 @@ class BatchBuilder:
     def build(self) -> ScheduledBatch:
         """The step, oldest sequence first."""
         self.chosen.sort(key=lambda entry: entry[0].index)
+        num_decode_tokens = sum(1 for sequence, count in self.chosen if count == 1 and sequence.num_output_tokens)
         batch = ScheduledBatch(
             sequences=tuple(sequence for sequence, _ in self.chosen),
             swap_out=self.swap_out,
             swap_in=self.swap_in,
             num_preemptions=self.num_preemptions,
-            num_decode_tokens=sum(1 for sequence, count in self.chosen if count == 1 and sequence.num_output_tokens),
-            num_prefill_tokens=sum(
-                count for sequence, count in self.chosen if count > 1 or not sequence.num_output_tokens
-            ),
+            num_decode_tokens=num_decode_tokens,
+            num_prefill_tokens=sum(count for _, count in self.chosen) - num_decode_tokens,
         )
         for sequence, count in self.chosen:
             _add_rows(batch, sequence, count)

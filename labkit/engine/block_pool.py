@@ -13,6 +13,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from labkit.errors import LabkitError, OutOfRangeError
@@ -131,7 +132,7 @@ class BlockPool:
             return None
         blocks = self._take_free(min(count, self._num_free), after, expected) if self._num_free else []
         if len(blocks) < count:
-            blocks += sorted([self._evict() for _ in range(count - len(blocks))])
+            blocks += self._evict(count - len(blocks))
         for block_id in blocks:
             self._ref_counts[block_id] = 1
         return blocks
@@ -159,10 +160,16 @@ class BlockPool:
         if not self._are_held(block_ids):
             wrong = next(block_id for block_id in block_ids if not self._are_held([block_id]))
             raise BlockError(f"block {wrong} is freed but nobody holds it")
+        counts, keys, lru, free = self._ref_counts, self._keys, self._lru, self._free
         for block_id in reversed(block_ids):
-            self._ref_counts[block_id] -= 1
-            if self._ref_counts[block_id] == 0:
-                self._release(block_id)
+            counts[block_id] -= 1
+            if counts[block_id]:
+                continue
+            if keys[block_id] is not None:
+                lru[block_id] = None
+            else:
+                free[block_id] = 1
+                self._num_free += 1
 
     def _are_held(self, block_ids: Sequence[int]) -> bool:
         if not block_ids:
@@ -199,11 +206,17 @@ class BlockPool:
         Raises:
             BlockError: nobody holds the block.
         """
-        if self._ref_counts[block_id] < 1:
-            raise BlockError(f"block {block_id} is registered but nobody holds it")
-        if self.enable_prefix_caching and self._keys[block_id] is None and key.hash not in self._block_by_hash:
-            self._keys[block_id] = key
-            self._block_by_hash[key.hash] = block_id
+        self.register_all((block_id,), (key,))
+
+    def register_all(self, block_ids: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        """The same of blocks one after another."""
+        counts, known, by_hash = self._ref_counts, self._keys, self._block_by_hash
+        for block_id, key in zip(block_ids, keys, strict=True):
+            if counts[block_id] < 1:
+                raise BlockError(f"block {block_id} is registered but nobody holds it")
+            if known[block_id] is None and self.enable_prefix_caching and key.hash not in by_hash:
+                known[block_id] = key
+                by_hash[key.hash] = block_id
 
     def key_of(self, block_id: int) -> BlockKey | None:
         """The registered content of a block."""
@@ -217,29 +230,26 @@ class BlockPool:
         """The blocks that only the prefix cache holds, least recently used first."""
         return tuple(self._lru)
 
-    def _release(self, block_id: int) -> None:
-        if self._keys[block_id] is not None:
-            self._lru[block_id] = None
-        else:
-            self._free[block_id] = 1
-            self._num_free += 1
-
-    def _evict(self) -> int:
-        block_id, _ = self._lru.popitem(last=False)
-        key = self._keys[block_id]
-        if key is not None:
-            del self._block_by_hash[key.hash]
-        self._keys[block_id] = None
-        return block_id
+    def _evict(self, count: int) -> list[int]:
+        """The `count` cached blocks that were used least recently, ascending."""
+        lru, keys, by_hash = self._lru, self._keys, self._block_by_hash
+        blocks = sorted(islice(lru, count))
+        for block_id in blocks:
+            del lru[block_id]
+            key = keys[block_id]
+            if key is not None:
+                del by_hash[key.hash]
+                keys[block_id] = None
+        return blocks
 
     def _take_free(self, count: int, after: int, expected: int) -> list[int]:
         blocks: list[int] = []
-        position = after + 1
         if after >= 0:
+            position = after + 1
             while len(blocks) < count and position < self.num_blocks and self._free[position]:
                 blocks.append(position)
                 position += 1
-        self._mark_taken(blocks)
+            self._mark_taken(blocks)
         rest = count - len(blocks)
         if rest:
             found = self._find_free(rest, max(rest, min(expected, self._num_free)))

@@ -281,9 +281,8 @@ class Scheduler:
         block_size, done = self.pool.block_size, sequence.num_registered_blocks
         count = sequence.num_computed_tokens // block_size
         if count > done:
-            keys = sequence.full_keys(count, block_size, self.pool.hash_function)
-            for block_id, key in zip(sequence.block_table[done:count], keys[done:], strict=True):
-                self.pool.register(block_id, key)
+            keys = sequence.full_keys(count, block_size, self.pool.hash_function, done)
+            self.pool.register_all(sequence.block_table[done:count], keys)
             sequence.num_registered_blocks = count
 
     def _leave(self, sequence: Sequence) -> None:

@@ -83,14 +83,16 @@ class Sequence:
         """Tokens of KV at its longest; the last output token needs none."""
         return self.num_prompt_tokens + self.max_tokens - 1
 
-    def full_keys(self, count: int, block_size: int, hash_function: HashFunction) -> list[BlockKey]:
-        """Keys of the first `count` full blocks."""
-        keys, token_ids = self.keys, self.token_ids
-        parent = keys[-1] if keys else None
-        for start in range(len(keys) * block_size, count * block_size, block_size):
-            parent = BlockKey(parent, tuple(token_ids[start : start + block_size]), hash_function)
-            keys.append(parent)
-        return keys[:count]
+    def full_keys(self, count: int, block_size: int, hash_function: HashFunction, first: int = 0) -> list[BlockKey]:
+        """Keys of the full blocks from `first` to before `count`."""
+        keys = self.keys
+        if len(keys) < count:
+            parent = keys[-1] if keys else None
+            token_ids = tuple(self.token_ids[len(keys) * block_size : count * block_size])
+            for start in range(0, len(token_ids), block_size):
+                parent = BlockKey(parent, token_ids[start : start + block_size], hash_function)
+                keys.append(parent)
+        return keys[first:count]
 
     def forget_kv(self) -> None:
         """No token is computed any more; the caller has freed the blocks."""

@@ -130,6 +130,15 @@ class StepTimeModel:
         """Seconds of the card for so many tokens and sampled rows, as launched, [steps]."""
         return _sum(self._by_tokens(tokens)) + _sum(self._by_rows(sampled))
 
+    def _context_seconds(self, load: StepLoad) -> Array:
+        """The sum of `_by_context`, [steps]; what most steps have nothing of is not computed."""
+        seconds = self._kv(load)
+        if any(map(np.count_nonzero, load.pairs)):
+            seconds = seconds + self._prefill(load)
+        if load.swapped_bytes is not _NOTHING:
+            seconds = seconds + load.swapped_bytes / self.constants.host_link_bytes_per_s
+        return seconds
+
     def _by_context(self, load: StepLoad) -> dict[str, Array]:
         """Part → seconds of the card that depend on which requests are in the step, [steps] each."""
         return {
@@ -171,21 +180,22 @@ class StepTimeModel:
             more = np.where(load.num_prompt_tokens > 0, c.eager_prompt_layer_s, 0.0)
             return host, np.where(is_eager, c.eager_step_s + (c.eager_layer_s + more) * self.cost.num_layers, 0.0)
         # Engines that capture prompts too hide what they launch behind the large steps that have no graph.
-        alone = 0.0 if self.launch.graph_sizes else c.eager_step_s + c.eager_layer_s * self.cost.num_layers
-        return host + self._between_kernels_s, np.asarray(alone)
+        if self.launch.graph_sizes:
+            return host + self._between_kernels_s, _NOTHING
+        return host + self._between_kernels_s, np.array([c.eager_step_s + c.eager_layer_s * self.cost.num_layers])
 
     def _shown_host_seconds(self, host: Array, launching: Array, busy: Array) -> Array:
         """Host seconds that the card does not hide while it is `busy`, [steps]."""
         if self.launch.overlaps:
             return np.maximum(0.0, host + launching - busy)
         # The host runs ahead of the card while it launches, so what counts is whichever is slower.
-        return host + np.maximum(0.0, launching - busy)
+        return host if launching is _NOTHING else host + np.maximum(0.0, launching - busy)
 
     def seconds(self, load: StepLoad) -> Array:
         """Seconds from the start of each step to the start of the next, [steps]; with an overlapping host, of a step
         among others like it."""
         counted, host, launching = self._by_counts(load)
-        busy = counted + _sum(self._by_context(load))
+        busy = counted + self._context_seconds(load)
         return (busy + self._shown_host_seconds(host, launching, busy)) * self.constants.correction
 
     def decode_seconds(self, contexts: Array, num_steps: int) -> Array:
@@ -199,14 +209,16 @@ class StepTimeModel:
     def decode_load(self, contexts: Array, num_steps: int) -> StepLoad:
         """The work of those steps; what is the same in all of them is there once."""
         steps = np.arange(num_steps, dtype=float)
-        count, zero = np.array([float(len(contexts))]), np.zeros(1)
+        count = np.array([float(len(contexts))])
         kv = tuple(_context_sums(contexts, kind.window, steps) for kind in self.cost.kv)
-        return StepLoad(count, count, count, kv, tuple(zero for _ in kv), np.zeros(num_steps), zero)
+        # A model without attention has nothing else of one entry a step.
+        swapped = _NOTHING if kv else np.zeros(num_steps)
+        return StepLoad(count, count, count, kv, (_NOTHING,) * len(kv), swapped)
 
     def overlapped(self, load: StepLoad) -> OverlappedSeconds:
         """Seconds of each step for `StepClock`."""
         counted, host, launching = self._by_counts(load)
-        device = (counted + _sum(self._by_context(load))) * self.constants.correction
+        device = (counted + self._context_seconds(load)) * self.constants.correction
         shape = 0.0 * device
         return OverlappedSeconds((host + shape).tolist(), (launching + shape).tolist(), device.tolist())
 
@@ -217,7 +229,7 @@ class StepTimeModel:
         load = StepLoad(tokens, np.ones(1), np.ones(1), nothing, nothing, num_prompt_tokens=tokens)
         c = self.constants
         launching = c.eager_step_s + (c.eager_layer_s + c.eager_prompt_layer_s) * self.cost.num_layers
-        busy = self._counted_seconds(tokens, np.ones(1)) + _sum(self._by_context(load))
+        busy = self._counted_seconds(tokens, np.ones(1)) + self._context_seconds(load)
         return launching > float(busy[0])
 
     @cached_property
@@ -289,12 +301,13 @@ class StepTimeModel:
         return smooth_max(memory, compute)
 
     def _kv(self, load: StepLoad) -> Array:
-        c, total = self.constants, 0.0 * load.num_tokens
+        c, total = self.constants, None
         for kind, token_s, tokens in zip(self.cost.kv, self._kv_token_s, load.kv_tokens, strict=True):
-            total = total + kind.num_layers * smooth_max(token_s * tokens, c.attention_floor_s)
+            seconds = kind.num_layers * smooth_max(token_s * tokens, c.attention_floor_s)
+            total = seconds if total is None else total + seconds
             if c.attention_start_s:
                 total = total + np.where(tokens > 0, kind.num_layers * c.attention_start_s, 0.0)
-        return total
+        return 0.0 * load.num_tokens if total is None else total
 
     @cached_property
     def _kv_token_s(self) -> tuple[float, ...]:
@@ -358,7 +371,7 @@ class TabulatedStepTimes(StepTimeModel):
     _decodes: dict[tuple[float, ...], tuple[Array, Array, Array]] = field(default_factory=dict, init=False, repr=False)
 
     def _by_counts(self, load: StepLoad) -> tuple[Array, Array, Array]:
-        if load.num_tokens.size > 1 or load.num_prompt_tokens.any():
+        if load.num_tokens.size > 1 or np.count_nonzero(load.num_prompt_tokens):
             return super()._by_counts(load)
         key = (load.num_tokens.item(), load.num_seqs.item(), load.num_sampled.item())
         if key not in self._decodes:
@@ -417,7 +430,7 @@ def smooth_max(first: Array | float, second: Array | float) -> Array:
 def _context_sums(contexts: Array, window: int, steps: Array) -> Array:
     """Σ over requests of min(context + step, window), [steps]."""
     if not window:
-        return contexts.sum() + len(contexts) * steps
+        return np.add.reduce(contexts) + len(contexts) * steps
     return np.minimum(contexts[None, :] + steps[:, None], window).sum(axis=1)
 
 

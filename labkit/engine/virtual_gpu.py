@@ -189,23 +189,28 @@ class VirtualEngine(Engine):
         # What could not be let in stays out until a request ends: growth only takes blocks.
         if not running or self._finished or not (self._is_settled or not self._scheduler.waiting):
             return None
-        if any(entry.num_tokens_to_compute != 1 or not entry.num_output_tokens for entry in running):
-            return None
+        block_size, num_steps = self._scheduler.pool.block_size, _MOST_STEPS
+        computed: list[int] = []
+        room: list[int] = []
+        for entry in running:
+            known, done = len(entry.token_ids), entry.num_computed_tokens
+            num_output = known - entry.num_prompt_tokens
+            if known - done != 1 or not num_output:
+                return None
+            num_steps = min(num_steps, entry.max_tokens - num_output)
+            computed.append(done)
+            room.append(len(entry.block_table) * block_size)
         if self._overlaps and not self._all_in_flight(running):
             return None
-        block_size = self._scheduler.pool.block_size
-        computed = [entry.num_computed_tokens for entry in running]
-        room = [len(entry.block_table) * block_size for entry in running]
-        num_steps = min(_MOST_STEPS, min(entry.max_tokens - entry.num_output_tokens for entry in running))
         num_steps = self._steps_with_blocks(computed, room, num_steps)
         if num_steps < 1:
             return None
-        ends, done = self._times(np.array(computed) + 1.0, num_steps)
+        ends, dones = self._times(np.array(computed) + 1.0, num_steps)
         num_steps = min(num_steps, 1 + int(ends[:-1].searchsorted(until_s)) + extra_steps)
         starts = np.concatenate(([self.gpu.now_s], ends[: num_steps - 1]))
         jump = self._take(computed, room, starts, ends[:num_steps])
         if self._overlaps:
-            self._leave_in_flight(running, done[num_steps - 1])
+            self._leave_in_flight(running, dones[num_steps - 1])
         return jump
 
     def _all_in_flight(self, running: SequenceOf[Sequence]) -> bool:
@@ -315,9 +320,14 @@ def _block_events(computed: list[int], room: list[int], num_steps: int, block_si
     """(step, 0 a block is needed | 1 a block is full, sequence), in the order in which single steps do it."""
     events = []
     for number, (done, places) in enumerate(zip(computed, room, strict=True)):
-        events += [(step, 0, number) for step in range(places - done, num_steps, block_size)]
-        first = -(done + 1) % block_size
-        events += [(step, 1, number) for step in range(first, num_steps, block_size)]
+        step = places - done
+        while step < num_steps:
+            events.append((step, 0, number))
+            step += block_size
+        step = -(done + 1) % block_size
+        while step < num_steps:
+            events.append((step, 1, number))
+            step += block_size
     events.sort()
     return events
 

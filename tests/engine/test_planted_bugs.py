@@ -18,12 +18,12 @@ from labkit.engine.scheduler import Scheduler
 from labkit.engine.sequence import Sequence
 
 BUGS = {
-    "free drops all references": (BlockPool.free, "_ref_counts[block_id] -= 1", "_ref_counts[block_id] = 0"),
-    "free keeps the block": (BlockPool.free, "self._release(block_id)", "pass"),
+    "free drops all references": (BlockPool.free, "counts[block_id] -= 1", "counts[block_id] = 0"),
+    "free keeps the block": (BlockPool.free, "lru[block_id] = None", "pass"),
     "shared block stays in the LRU": (BlockPool.share, "del self._lru[block_id]", "pass"),
     "share counts nothing": (BlockPool.share, "self._ref_counts[block_id] += 1", "pass"),
-    "evicted block keeps its hash": (BlockPool._evict, "del self._block_by_hash[key.hash]", "pass"),
-    "evicted block keeps its key": (BlockPool._evict, "self._keys[block_id] = None", "pass"),
+    "evicted block keeps its hash": (BlockPool._evict, "del by_hash[key.hash]", "pass"),
+    "evicted block keeps its key": (BlockPool._evict, "keys[block_id] = None", "pass"),
     "taken block stays free": (BlockPool._mark_taken, "self._free[block_id] = 0", "pass"),
     "free count drifts": (BlockPool._mark_taken, "-= len(blocks)", "-= 1"),
     "one block too few": (BlockPool.blocks_for, "-(-num_tokens // self.block_size)", "num_tokens // self.block_size"),

@@ -55,7 +55,7 @@ def test_steps_follow_each_other_and_tokens_come_at_their_ends(small):
 
 def test_a_larger_pool_preempts_less_and_serves_faster():
     traffic = synthetic_workload(60, input_lengths=900, output_lengths=600, seed=1)
-    model, gpu = load_model("Qwen/Qwen3-8B"), load_gpu("A10")
+    model, gpu = load_model("Qwen/Qwen3-8B"), load_gpu("H100 SXM")
     options = VirtualOptions(arrival_scale=0)
     small, large = (
         summarize(
