@@ -148,9 +148,9 @@ def c17() -> Verdict:
         "holds" if all(gains) else "depends" if any(gains) else "wrong",
         numbers,
         "A step is full of work at a few thousand tokens: beyond, no token more comes out, and the peak takes KV "
-        "blocks away (on the A10 all of them). Answers under way wait as long as a step of prompts takes; at 49,152 none "
-        "is under way here, since 32 equal requests begin and end together. It turns where prompts alone are served "
-        "(embeddings) on a card with memory to spare.",
+        "blocks away (on the A10 all of them). Answers under way wait as long as a step of prompts takes; at 49,152 "
+        "none is under way here, since 32 equal requests begin and end together. It turns where prompts alone are "
+        "served (embeddings) on a card with memory to spare.",
         "measured on a card" if row else "simulation",
     )
 
