@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+# Jupyter refuses root without it, and in a container the user is root.
+AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .PHONY: demo lab test tests lint chromium bench pictures clean
 demo:
@@ -11,7 +13,7 @@ demo:
 
 lab:
 	@$(PYTHON) tools/bootstrap.py
-	$(BIN)/jupyter lab --ip=127.0.0.1 --ServerApp.root_dir=notebooks
+	$(BIN)/jupyter lab --ip=127.0.0.1 $(AS_ROOT) --ServerApp.root_dir=notebooks
 
 test: chromium
 	@$(PYTHON) tools/bootstrap.py --tests

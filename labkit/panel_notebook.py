@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -69,7 +70,10 @@ def open_notebook(path: Path) -> None:
     Raises:
         UnsupportedError: JupyterLab does not start, for instance as it is not installed.
     """
-    done = subprocess.run([sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", str(path.resolve())], check=False)
+    # Jupyter refuses root without a word of consent, and in a container the user is root.
+    root = ["--allow-root"] if os.geteuid() == 0 else []
+    command = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", *root, str(path.resolve())]
+    done = subprocess.run(command, check=False)
     if done.returncode:
         raise UnsupportedError("JupyterLab does not start here", works=f"pip install jupyterlab, then open {path.name}")
 

@@ -136,11 +136,11 @@ def show_explanation(found: LogExplanation) -> None:
     """Print what a log says: the answer, log beside plan part by part, and the cures."""
     out(found.answer)
     rows = [
-        [row.part, shown.memory(row.log_bytes), shown.memory(row.plan_bytes), "off" if row.is_off else ""]
+        [row.title, shown.memory(row.log_bytes), shown.memory(row.plan_bytes), "off" if row.is_off else ""]
         for row in found.rows
     ]
     if rows:
-        show_table("Part by part", ["part", "log", "plan", ""], rows)
+        show_table("Part by part", ["part", "log (measured)", "plan (predicted)", "apart"], rows)
     for cure in found.cures:
         out(f"cure: {cure.text}")
     for note in found.notes:

@@ -265,7 +265,7 @@ class _Tuner:
             remaining_s = event.get("remaining_s")
             event = {
                 **event,
-                "phase": f"{self._phase}: {event['phase']}",
+                "phase": self._phase if event["phase"] == "run" else f"{self._phase}: {event['phase']}",
                 "elapsed_s": time.monotonic() - self._start,
                 "remaining_s": None if remaining_s is None else remaining_s + self._runs_left_s,
             }

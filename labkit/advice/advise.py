@@ -29,6 +29,7 @@ SAME_SHARE = 0.01
 # Limits that no memory setting moves.
 NOT_MEMORY = ("traffic", "compute", "bandwidth", "host", "graphs", "links")
 _OFFERS: Mapping[str, str] = {
+    "max_num_batched_tokens": "raise max_num_batched_tokens",
     "traffic": "offer more traffic",
     "compute": "a faster card, or fewer tokens in a step",
     "bandwidth": "more requests at once, or smaller weights",
@@ -161,7 +162,11 @@ def _is_worth_it(plan: MemoryPlan, advice: Advice) -> bool:
 
 def leads_with(limit: BindingLimit, best: Advice | None) -> bool:
     """Whether the answer line names `best` as the next change; where no memory setting moves the limit it does not."""
-    return best is not None and (best.cures or limit.name not in NOT_MEMORY or best.is_faster)
+    if best is None or best.cures or best.is_faster:
+        return best is not None
+    # More room for KV does nothing for full steps.
+    full_steps = limit.name == "max_num_batched_tokens" and limit.name not in best.changes
+    return limit.name not in NOT_MEMORY and not full_steps
 
 
 def headline(plan: MemoryPlan, limit: BindingLimit, best: Advice | None) -> str:
@@ -174,7 +179,7 @@ def headline(plan: MemoryPlan, limit: BindingLimit, best: Advice | None) -> str:
     doubts = [note.removeprefix(DOUBT) for note in plan.notes if note.startswith(DOUBT)]
     if doubts and plan.verdict == "may not fit":
         capacity += f"; {doubts[0]}"
-    if not leads_with(limit, best) and limit.name in NOT_MEMORY and plan.verdict == "fits":
+    if not leads_with(limit, best) and limit.name in _OFFERS and plan.verdict == "fits":
         following = f"Next: {_OFFERS[limit.name]}; more room gains nothing yet"
     elif best:
         following = f"Next: {best.title[0].lower()}{best.title[1:]}, {best.gain}"

@@ -155,7 +155,8 @@ def _does_not_fit(plan: MemoryPlan) -> BindingLimit:
         ("largest length that fits", f"{count(plan.max_model_len_that_fits)} tokens"),
     ]
     if plan.max_model_len_that_fits <= 0:
-        text = f"{memory(breakdown.weights_bytes)} of {memory(breakdown.total_bytes)} leave no room for a request"
+        taken = f"{memory(breakdown.weights_bytes)} of {memory(breakdown.total_bytes)}"
+        text = f"they take {taken} and leave no room for a request"
         return _limit("weights", text, evidence, "predicted")
     text = (
         f"one request of {count(plan.config.max_model_len)} tokens needs {memory(needed)} of KV and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +81,11 @@ def _utilization(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit
 def _cpu_memory(plan: MemoryPlan, record: RunRecord | None, limit: BindingLimit) -> Iterator[Proposal]:
     if not plan.gpu.is_cpu:
         return
-    doubled = plan.config.cpu_memory_gib * 2
+    parts = plan.breakdown
+    others = parts.used_bytes - parts.kv_cache_bytes
+    needed = (others + parts.kv_cache_bytes - min(plan.margin_bytes, 0)) / plan.config.gpu_memory_utilization
+    # Twice as much, or what one request needs where that is more.
+    doubled = max(plan.config.cpu_memory_gib * 2, math.ceil(needed / 2**30))
     yield Proposal(
         "cpu-memory",
         f"Raise cpu_memory_gib to {doubled:g}",

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 UPDATES_PER_S = 8
+# A column with longer texts keeps so much width on a narrow page, where the table then scrolls.
+LONG_TEXT, LONG_TEXT_WIDTH = 60, "14em"
 
 
 def progress(items: Iterable[Item], total: int, what: str = "rows") -> Iterator[Item]:
@@ -56,4 +58,7 @@ def text_table(frame: DataFrame) -> Styler:
 
     left = "text-align: left; white-space: normal; vertical-align: top"
     rules: Any = [{"selector": "th, td", "props": left}]
+    for at, (_, column) in enumerate(frame.items()):
+        if column.map(words).str.len().max() > LONG_TEXT:
+            rules.append({"selector": f"td.col{at}", "props": f"min-width: {LONG_TEXT_WIDTH}"})
     return frame.style.hide(axis="index").format(words, na_rep=fmt.MISSING, escape="html").set_table_styles(rules)

@@ -16,7 +16,7 @@ from labkit.specs.knob_text import panel_command
 from labkit.specs.model_spec import ModelSpec
 from labkit.widgets.parts import DataTable, Screen, TextLine
 
-COLUMNS = ["part", "log", "plan", ""]
+COLUMNS = ["part", "log (measured)", "plan (predicted)", "apart"]
 MAX_CURES = 4
 TAKE = "Take its settings"
 

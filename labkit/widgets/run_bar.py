@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +151,14 @@ class RunBar:
             "The same settings for vLLM:", details=command, summary="command", copy=command, folded=False
         )
 
-    def show_settings(self, text: str) -> None:
-        """The settings as a command for a shell, which `Panel.from_text` takes as well."""
-        words = "The panel as it stands, for a shell or Panel.from_text:"
+    def show_settings(self, text: str, cuts: Sequence[str] = ()) -> None:
+        """The settings as a command for a shell, which `Panel.from_text` takes as well.
+
+        Args:
+            cuts: what was done to the traffic, which the command does not carry.
+        """
+        without = f", the traffic without its cuts ({'; '.join(plain(cut, 80) for cut in cuts)})" if cuts else ""
+        words = f"The panel as it stands, for a shell or Panel.from_text{without}:"
         self.command_line.say(words, details=text, summary="settings", copy=text, folded=False)
 
     def show_report(self, make: Callable[[], Any] | None) -> None:

@@ -9,6 +9,7 @@ from samples import sample_gpu, sample_plan, sample_record
 
 import labkit
 from labkit.advice import advise, binding_limit, headline, recommend
+from labkit.advice.advise import leads_with
 from labkit.advice.cures import cures
 from labkit.advice.limit import requests_at_once, tokens_per_request
 from labkit.errors import OutOfRangeError
@@ -128,6 +129,36 @@ def test_while_memory_does_not_bind_the_headline_promises_nothing(duration_s, na
     found = advise(record.plan, sample_plan, record=record)
     assert limit.name == name
     assert "more room gains nothing yet" in headline(record.plan, limit, found[0])
+
+
+def test_while_steps_are_full_more_room_is_not_called_the_next_change():
+    record = sample_record()
+    budget = record.plan.config.max_num_batched_tokens
+    full = tuple(
+        dataclasses.replace(row, num_waiting=3, num_preemptions=0, num_tokens=budget, num_blocks_used=1)
+        for row in record.steps
+    )
+    record = dataclasses.replace(record, steps=full)
+    limit = binding_limit(record.plan, record)
+    assert limit.name == "max_num_batched_tokens"
+    room = next(entry for entry in advise(record.plan, sample_plan, record=record) if entry.rule == "fp8-kv")
+    assert not leads_with(limit, room)
+    assert headline(record.plan, limit, room).endswith(
+        "Next: raise max_num_batched_tokens; more room gains nothing yet."
+    )
+    larger = dataclasses.replace(room, changes={"max_num_batched_tokens": 2 * budget})
+    assert leads_with(limit, larger)
+
+
+def test_memory_of_the_host_is_raised_to_what_one_request_needs():
+    model = labkit.load_model("Qwen/Qwen3-8B")
+    plan = labkit.plan(model, labkit.load_gpu("cpu"), EngineConfig(max_model_len=2048, dtype="float32"))
+    assert plan.verdict == "does not fit"
+    cure = next(entry for entry in advise(plan) if entry.rule == "cpu-memory")
+    gib = cure.changes["cpu_memory_gib"]
+    assert cure.plan.verdict == "fits"
+    # 8.19 billion parameters of 4 bytes, and at most a tenth for everything else.
+    assert 8.19e9 * 4 / 2**30 < gib < 1.25 * 8.19e9 * 4 / 2**30
 
 
 def test_what_may_not_fit_is_made_sure_first_and_the_answer_says_why_it_is_in_doubt():

@@ -87,7 +87,7 @@ def test_all_figures_are_drawn_without_a_request_or_a_complaint(browser, report)
         assert (visit.requests, visit.dialogs, visit.messages) == ([], [], [])
 
 
-@pytest.mark.parametrize("width", [1280, 640, 360])
+@pytest.mark.parametrize("width", [1280, 640, 390, 360])
 def test_no_width_needs_horizontal_scrolling(browser, report, width):
     with Visit(browser, report, width) as visit:
         sizes = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
@@ -101,6 +101,8 @@ def test_no_width_needs_horizontal_scrolling(browser, report, width):
             " > document.documentElement.clientWidth + 1).length"
         )
         assert overflowing == 0
+        boxes = "Array.from(document.querySelectorAll('pre')).filter(box => box.scrollWidth > box.clientWidth).length"
+        assert visit.page.evaluate(boxes) == 0, "a command longer than its box"
 
 
 def test_a_window_that_shrinks_redraws_the_figures(browser, report):

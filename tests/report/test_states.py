@@ -123,6 +123,17 @@ def test_runs_of_another_schema_are_named_with_the_next_step():
 def test_a_run_on_no_measured_memory_still_shows_the_predicted_bar():
     text = report([dataclasses.replace(sample_record(), measured=None, counters=None, block_map=())])
     memory = text.split('<h3 id="memory">')[1].split("<h3")[0]
-    assert "The largest part of 24.0 GiB" in memory
+    assert "Predicted: the largest part of 24.0 GiB" in memory
     assert "The run recorded no block map" in text
     assert "No run has counters" in text
+
+
+def test_a_command_that_cannot_start_says_so():
+    gpu = sample_gpu(0.2)
+    plan = sample_plan(gpu=gpu)
+    assert plan.verdict == "does not fit"
+    chosen = recommend([plan], [], what_if=lambda config: sample_plan(config, gpu=gpu))
+    page = build_report([], [plan], chosen, created=CREATED)
+    assert "These settings do not fit." in page.split('<section id="command"')[1].split("</section>")[0]
+    fits = report([], [sample_plan()]).split('<section id="command"')[1].split("</section>")[0]
+    assert "do not fit" not in fits

@@ -44,5 +44,13 @@ def test_a_table_of_words_reads_from_the_left_and_escapes_what_it_holds():
     )
     html = notebook.text_table(frame).to_html()
     assert "text-align: left" in html
+    assert "min-width" not in html
     assert "a &lt;b&gt;" in html
     assert [word in html for word in (">0.123<", ">1<", ">–<", ">89,648<", ">True<")] == [True] * 5
+
+
+def test_only_a_column_of_long_texts_keeps_its_width_on_a_narrow_page():
+    html = notebook.text_table(pd.DataFrame([["short", "word " * 20]], columns=["a", "b"])).to_html()
+    assert ".col1 {" in html
+    assert ".col0 {" not in html
+    notebook.text_table(pd.DataFrame([], columns=["a"])).to_html()
