@@ -63,10 +63,13 @@ class _Block:
 
 
 class CachingAllocator:
-    """A pool of its own, as that of captured graphs; `segment_bytes` is what it holds of the card."""
+    """A pool of its own, as that of captured graphs; `segment_bytes` is what it holds of the card.
+
+    `bytes` counts what is alive as torch does, with what was too little to split off; `peak_bytes` is its most.
+    """
 
     def __init__(self) -> None:
-        self.segment_bytes = 0
+        self.segment_bytes = self.bytes = self.peak_bytes = 0
         self._blocks: dict[int, _Block] = {}
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._next_start = 0
@@ -83,11 +86,14 @@ class CachingAllocator:
         rest = block.size - size
         if rest >= ROUNDING_BYTES if is_small else rest > SMALL_BYTES:
             self._split(start, block, size)
+        self.bytes += block.size
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
         return start
 
     def give(self, handle: int) -> None:
         """See `Memory.give`; free neighbours become one block."""
         start, block = handle, self._blocks[handle]
+        self.bytes -= block.size
         if block.after is not None and self._blocks[block.after].is_free:
             self._join(start, block.after)
         if block.before is not None and self._blocks[block.before].is_free:

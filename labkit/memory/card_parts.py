@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 
-from labkit.memory.caching_allocator import SMALL_SEGMENT_BYTES, CachingAllocator, PeakMeter
+from labkit.memory.caching_allocator import SMALL_BYTES, SMALL_SEGMENT_BYTES, CachingAllocator, PeakMeter
 from labkit.memory.dtypes import ELEMENT_BYTES, compute_dtype, kv_format
 from labkit.memory.kernel_settings import architecture, attention_settings, sm_count
 from labkit.memory.kv_layout import KvLayout, build_layout
 from labkit.memory.labkit_rules import TABLE_ENTRY_BYTES, rotary_bytes
-from labkit.memory.step_buffers import INDEX_BYTES, StepBuffers, StepModel, can_fuse, step_model
+from labkit.memory.step_buffers import INDEX_BYTES, StepBuffers, StepModel, can_fuse, rotations_of, step_model
 from labkit.memory.step_shapes import MANY_PROMPTS, StepShape, graph_shapes, prompt_shape
-from labkit.memory.tensors import Sharing
+from labkit.memory.tensors import Sharing, WeightTensor, embed_tensors, head_tensors, layer_tensors
 from labkit.memory.weights import StageLayers, stage_tensors, tensor_bytes, weight_format
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
-from labkit.specs.model_spec import LayerSpec, ModelSpec
+from labkit.specs.model_spec import LayerSpec, ModelSpec, WeightFormat
 
 MIB = 2**20
 # As `labkit.engine.cuda_inputs.Staging`: token id, position and slot of a token; what a sequence needs; alignment.
@@ -31,6 +31,7 @@ ITEM_BYTES, PARTIAL_BYTES, PLAN_HEADER_BYTES = 28, 4, 16
 FEWEST_ROWS = 16
 # On the card for swapped blocks on their way, in each direction; a request of 1,000 tokens has about so much KV.
 STAGED_BYTES = 128 * MIB
+SPLIT_TABLES = "split of decode attention"
 # Kernels of a layer: of the fused forward pass, and of one operator after another.
 FUSED_LAUNCHES, PLAIN_LAUNCHES = 9, 20
 # Of a step beside its layers: rows, tables, sampling.
@@ -141,14 +142,11 @@ def card_weights_bytes(model: ModelSpec, config: EngineConfig) -> int:
     whole = StageLayers(0, model.num_layers, model.num_layers)
     total = 0
     for tensor, number in stage_tensors(model, whole, Sharing(size)):
-        # One process alone does not pad the vocabulary.
-        own = tensor if size > 1 else replace(tensor, rank_elements=tensor.elements)
         if tensor.part == "norm":
-            total += number * own.rank_elements * (4 if model.norm_offset else element)
+            elements = tensor.rank_elements if size > 1 else tensor.elements
+            total += number * elements * (4 if model.norm_offset else element)
         elif tensor.part != "extra":
-            total += number * (
-                tensor_bytes(own, fmt, dtype) if fmt.kind in KEPT_FORMATS else own.rank_elements * element
-            )
+            total += number * _kept_bytes(tensor, fmt, dtype, size)
     return total + _head_norm_bytes(model, size, element) + rotary_bytes(model, config, element)
 
 
@@ -170,7 +168,7 @@ def table_bytes(facts: StepModel) -> dict[str, int]:
         + SEQUENCE_INPUT_BYTES * (seqs + MANY_PROMPTS + 1)
         + INPUT_ALIGNMENT_BYTES,
         "last tokens": (seqs + 1) * INDEX_BYTES,
-        "split of decode attention": sum(_decode_split_bytes(facts, layer) for layer in _attention_kinds(facts.model)),
+        SPLIT_TABLES: sum(_decode_split_bytes(facts, layer) for layer in _attention_kinds(facts.model)),
         "rotary tables of fused kernels": rotary_bytes(facts.whole, config, 4) // 2 if can_fuse(facts.whole) else 0,
     }
 
@@ -198,9 +196,15 @@ def _decode_split_bytes(facts: StepModel, layer: LayerSpec) -> int:
 
 
 @lru_cache(maxsize=256)
-def activation_bytes(facts: StepModel) -> int:
-    """The peak of the second of two largest steps, which finds the first one's block tables."""
-    meter = PeakMeter()
+def activation_bytes(facts: StepModel, account: type[PeakMeter | CachingAllocator] = CachingAllocator) -> int:
+    """The peak of the second of two largest steps, which finds the first one's block tables and segments.
+
+    `account` is how torch counts: on a card with what is too little to split off a block, so that it matters which
+    pieces of segments are free beside what is there before.
+    """
+    meter = account()
+    for num_bytes in _held_before(facts):
+        meter.take(num_bytes)
     buffers, shape = StepBuffers(facts, meter), prompt_shape(facts.config)
     buffers.run(shape)
     # The first step's token ids are gone by then.
@@ -208,6 +212,38 @@ def activation_bytes(facts: StepModel) -> int:
     meter.peak_bytes = 0
     buffers.run(shape)
     return max(0, meter.peak_bytes - rounded_ids(shape) - before)
+
+
+def _held_before(facts: StepModel) -> list[int]:
+    """Sizes of what torch has allocated before the first step: weights, rotary tables, then the executor's tables."""
+    config = facts.config
+    rotations = 2 * max(1, len(rotations_of(facts.model)))
+    rotary = [rotary_bytes(facts.model, config, facts.element) // rotations] * rotations
+    tables = {name: size for name, size in table_bytes(facts).items() if name != SPLIT_TABLES}
+    split = [_decode_split_bytes(facts, layer) for layer in _attention_kinds(facts.model)]
+    loaded = _loaded_bytes(
+        facts.whole, compute_dtype(facts.whole, config), config.quantization, config.tensor_parallel_size
+    )
+    return [*loaded, *rotary, *tables.values(), *split]
+
+
+@lru_cache(maxsize=64)
+def _loaded_bytes(model: ModelSpec, dtype: str, quantization: str | None, size: int) -> tuple[int, ...]:
+    """Of each weight of a rank that has a place in a large segment, in the order of loading."""
+    sharing, fmt = Sharing(size), weight_format(model, quantization)
+    tensors = [*embed_tensors(model, sharing)]
+    for layer in model.layers:
+        tensors += layer_tensors(model, layer, sharing)
+    tensors += head_tensors(model, sharing)
+    sizes = (_kept_bytes(tensor, fmt, dtype, size) for tensor in tensors if tensor.part not in ("norm", "extra"))
+    return tuple(num_bytes for num_bytes in sizes if num_bytes > SMALL_BYTES)
+
+
+def _kept_bytes(tensor: WeightTensor, fmt: WeightFormat, dtype: str, size: int) -> int:
+    """Bytes of a tensor of one of `size` ranks as it is kept on a card."""
+    # One process alone does not pad the vocabulary.
+    own = tensor if size > 1 else replace(tensor, rank_elements=tensor.elements)
+    return tensor_bytes(own, fmt, dtype) if fmt.kind in KEPT_FORMATS else own.rank_elements * ELEMENT_BYTES[dtype]
 
 
 def rounded_ids(shape: StepShape) -> int:
@@ -276,8 +312,27 @@ def captures_largest(model: ModelSpec, gpu: GpuSpec, config: EngineConfig) -> bo
     flops, constants = gpu.bf16_flops or gpu.fp16_flops, card_constants()
     if not flops or config.tensor_parallel_size > 1:
         return False
-    launches = STEP_LAUNCHES + model.num_layers * (FUSED_LAUNCHES if can_fuse(model) else PLAIN_LAUNCHES)
-    return launches * constants.launch_s > step_flops(model, config) / (flops * constants.flops_share)
+    return num_launches(model) * constants.launch_s > step_flops(model, config) / (flops * constants.flops_share)
+
+
+def padded_tokens(model: ModelSpec, gpu: GpuSpec, config: EngineConfig) -> int:
+    """Tokens up to which a step that lacks places for its prompts is padded to a larger graph: as many as the card
+    computes while the host launches a step kernel by kernel. Weights are read first, then tokens multiplied with them.
+
+    From the data sheet, as `captures_largest`; 0 where it says too little, or where ranks share a layer.
+    """
+    flops, bandwidth, constants = gpu.bf16_flops or gpu.fp16_flops, gpu.mem_bandwidth_bytes_per_s, card_constants()
+    if not flops or not bandwidth or config.tensor_parallel_size > 1:
+        return 0
+    left_s = num_launches(model) * constants.launch_s - card_weights_bytes(model, config) / bandwidth
+    return max(
+        0, int(left_s * flops * constants.flops_share / sum(_token_flops(model, layer) for layer in model.layers))
+    )
+
+
+def num_launches(model: ModelSpec) -> int:
+    """Kernels of a step that is launched one by one."""
+    return STEP_LAUNCHES + model.num_layers * (FUSED_LAUNCHES if can_fuse(model) else PLAIN_LAUNCHES)
 
 
 def step_flops(model: ModelSpec, config: EngineConfig) -> float:
@@ -286,14 +341,16 @@ def step_flops(model: ModelSpec, config: EngineConfig) -> float:
     length = min(shape.num_tokens, int(config.max_model_len or 1))
     total = 2.0 * shape.num_samples * model.hidden_size * model.vocab_size
     for layer in model.layers:
-        heads, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        moe = model.moe if layer.num_experts else None
-        width = (
-            moe.num_experts_per_tok * moe.intermediate_size
-            if moe
-            else layer.intermediate_size or model.intermediate_size
-        )
-        weights = model.hidden_size * (2 * heads + 2 * keys + (3 if model.gated_mlp else 2) * width)
         seen = min(length / 2, layer.window or length) if layer.kind == "sliding" else length / 2
-        total += shape.num_tokens * (2.0 * weights + 4.0 * heads * seen)
+        total += shape.num_tokens * (_token_flops(model, layer) + 4.0 * layer.num_heads * layer.head_dim * seen)
     return total
+
+
+def _token_flops(model: ModelSpec, layer: LayerSpec) -> float:
+    """FLOP of a token's products in a layer."""
+    heads, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    moe = model.moe if layer.num_experts else None
+    width = (
+        moe.num_experts_per_tok * moe.intermediate_size if moe else layer.intermediate_size or model.intermediate_size
+    )
+    return 2.0 * model.hidden_size * (2 * heads + 2 * keys + (3 if model.gated_mlp else 2) * width)

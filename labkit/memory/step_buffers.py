@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from labkit.memory.awq_products import awq_scratch_bytes
 from labkit.memory.caching_allocator import Memory
 from labkit.memory.dtypes import ELEMENT_BYTES, compute_dtype
 from labkit.memory.kernel_settings import attention_settings, sm_count
@@ -25,8 +26,6 @@ INDEX_BYTES, FLOAT_BYTES = 8, 4
 SAMPLER_CANDIDATES = 16384
 # As `labkit_kernels.paged_prefill`.
 MIN_TILES_OF_SPLIT, MAX_SPLITS = 4, 32
-# As `labkit_kernels.awq_matmul`: from so many rows on the weights are unpacked for torch's product.
-UNPACKED_FROM_ROWS = 129
 # Activations with a kernel of their own, as `labkit.engine.cuda_forward`.
 FUSED_ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new")
 # Layers like the one before them need the same memory: so many are looked at.
@@ -139,7 +138,7 @@ class StepBuffers:
         """`Decoder.forward`: one operator after another."""
         rows, model = shape.num_tokens, self._model
         hidden = self._embed(rows)
-        rotations = [self._take(rows * rotary_width(model, layer)) for layer in _rotations(model) for _ in range(2)]
+        rotations = [self._take(rows * rotary_width(model, layer)) for layer in rotations_of(model) for _ in range(2)]
         for layer in self._layers:
             inner = self._norm(rows, model.hidden_size)
             mixed = self._attention_block(layer, shape)
@@ -252,15 +251,16 @@ class StepBuffers:
     def _product(self, rows: int, inputs: int, outputs: int) -> int:
         """Result of a product with a weight in the model's format."""
         facts = self._facts
-        kind = weight_format(facts.whole, facts.config.quantization).kind
-        if kind == "fp8":
+        fmt = weight_format(facts.whole, facts.config.quantization)
+        if fmt.kind == "fp8":
             rounded, scales = self._memory.take(rows * inputs), self._memory.take(FLOAT_BYTES * rows)
             out = self._take(rows * outputs)
             self._give(rounded, scales)
             return out
         out = self._take(rows * outputs)
-        if kind == "awq" and rows >= UNPACKED_FROM_ROWS:
-            self._give(self._take(inputs * outputs))
+        if fmt.kind == "awq":
+            scratch = awq_scratch_bytes(facts.gpu, fmt.group_size, rows, inputs, outputs, self._element)
+            self._give(self._memory.take(scratch) if scratch else None)
         return out
 
     def _sample(self, rows: int) -> None:
@@ -299,7 +299,7 @@ def rotary_width(model: ModelSpec, layer: LayerSpec) -> int:
     return int(layer.head_dim * model.rope.partial_rotary_factor)
 
 
-def _rotations(model: ModelSpec) -> list[LayerSpec]:
+def rotations_of(model: ModelSpec) -> list[LayerSpec]:
     """A layer of each distinct rotation."""
     first: dict[tuple, LayerSpec] = {}
     for layer in model.layers:

@@ -24,7 +24,7 @@ from labkit.memory.step_shapes import StepShape, mixed_shapes, prompt_shape
 from labkit.models.loading import load_model_weights
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_spec import GpuSpec
-from labkit.specs.model_spec import LayerSpec, ModelSpec
+from labkit.specs.model_spec import LayerSpec, ModelSpec, WeightFormat
 
 # As many programs at once as the kernels take a card that is not there for.
 SLOTS = 8
@@ -55,7 +55,10 @@ def step_peak(facts, shape):
 
 def compare(spec, max_tokens, **knobs):
     config = EngineConfig(**{**KNOBS, "max_num_batched_tokens": max_tokens, **knobs})
-    decoder = load_model_weights(spec, dtype=config.dtype, load_format="dummy", pack_weights=False)
+    decoder = load_model_weights(
+        spec, dtype=config.dtype, quantization=config.quantization, load_format="dummy", pack_weights=False,
+        dequantize=False,
+    )  # fmt: skip
     plan = bare_plan(spec, config, 200, 0)
     executor = CudaExecutor(decoder, plan)
     memory, facts = executor._allocated, step_model(spec, CARD, config)
@@ -78,9 +81,13 @@ def compare(spec, max_tokens, **knobs):
     rows = {"tables": [tables, memory.tables_bytes]}
     largest = prompt_shape(config)
     rows["prompts"] = [step_peak(facts, largest), measured(prompt_step(plan, memory.tables))]
-    rows["activation"] = [activation_bytes(facts), rows["prompts"][1] - 4 * largest.num_prompts * facts.table_blocks]
+    rows["activation"] = [
+        activation_bytes(facts, PeakMeter),
+        rows["prompts"][1] - 4 * largest.num_prompts * facts.table_blocks,
+    ]
+    seqs = int(config.max_num_seqs or 1)
     for name, shape in (
-        ("mixed", mixed_shapes(128, max_tokens, largest=True)[-1]), ("decode", StepShape(128, 128, 0, 128))
+        ("mixed", mixed_shapes(seqs, max_tokens, largest=True)[-1]), ("decode", StepShape(seqs, seqs, 0, seqs))
     ):  # fmt: skip
         rows[name] = [step_peak(facts, shape), measured(padding_step(shape, memory.tables))]
     return rows
@@ -92,6 +99,15 @@ def gemma(*layers, **changes):
         norm_offset=True, sandwich_norms=True, norms_per_layer=4, hidden_act="gelu_pytorch_tanh", layers=layers,
         scale_embeddings=True, model_type="gemma2", **changes,
     )  # fmt: skip
+
+
+def awq(group_size, max_tokens):
+    """The largest step of a model whose MLP in 4 bits needs the most; words along the inputs for groups of 128."""
+    fmt = WeightFormat("awq", 4, group_size, has_zero_points=True)
+    spec = make_spec(weight_format=fmt, intermediate_size=1024, layers=(LayerSpec("full", 2, 2, 64),))
+    # Few rows of logits, so that the sampler needs less.
+    rows = compare(spec, max_tokens, dtype="bfloat16", quantization="awq", max_num_seqs=4)
+    return {name: rows[name] for name in ("prompts", "activation")}
 
 
 def main():
@@ -116,6 +132,10 @@ def main():
                 "plain, soft-capped logits": compare(
                     gemma(wide, wide, vocab_size=65536, final_softcap=20.0), 128, dtype="bfloat16"
                 ),
+                "4-bit words along the inputs": awq(128, 256),
+                "4-bit words along the inputs, unpacked": awq(128, 384),
+                "4-bit words along the outputs": awq(64, 128),
+                "4-bit words along the outputs, unpacked": awq(64, 256),
                 "no gate, a layer without rotation": compare(
                     make_spec(gated_mlp=False, layers=(wider, dataclasses.replace(wider, uses_rope=False))), 1024
                 ),
