@@ -23,8 +23,13 @@ def allowed(knob: Knob) -> str:
         return "on, off"
     if knob.minimum is None:
         return "text"
-    top = f" to {knob.maximum:,g}" if knob.maximum is not None and knob.maximum < 2**31 else " or more"
-    return f"{knob.minimum:,g}{top}" + (f" {knob.unit}" if knob.unit else "")
+    top = f" to {number(knob.maximum)}" if knob.maximum is not None and knob.maximum < 2**31 else " or more"
+    return f"{number(knob.minimum)}{top}" + (f" {knob.unit}" if knob.unit else "")
+
+
+def number(value: float) -> str:
+    """A bound with all its digits."""
+    return f"{value:,.0f}" if value == int(value) else f"{value:,g}"
 
 
 def shown(value: object) -> str:

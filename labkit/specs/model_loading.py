@@ -175,6 +175,14 @@ def _hub_weights_bytes(name: str) -> int | None:
     return total if isinstance(total, int) and not isinstance(total, bool) and 0 < total < 2**50 else None
 
 
+# By the name of the hub library's error.
+_HUB_REFUSALS = {
+    "GatedRepoError": "its owner asks for consent on the hub: accept it there, then set HF_TOKEN or run hf auth login",
+    "RepositoryNotFoundError": "the hub has no such public model, and a private one needs HF_TOKEN or hf auth login",
+    "RemoteEntryNotFoundError": "the model has no config.json on the hub",
+}
+
+
 def _hub_file(name: str, file: str) -> tuple[str | None, str]:
     """Path of a file of hub repository `name` in the local cache, fetched where the hub answers; and why not."""
     try:
@@ -190,7 +198,8 @@ def _hub_file(name: str, file: str) -> tuple[str | None, str]:
         return hf_hub_download(name, file, etag_timeout=5), ""
     except Exception as error:
         # The hub library raises a dozen kinds of its own and its network layer's errors; all mean "not there".
-        return None, f"the hub gave {type(error).__name__}"
+        kind = type(error).__name__
+        return None, _HUB_REFUSALS.get(kind, f"the hub gave {kind}")
 
 
 def _unknown(name: str, reason: str) -> UnknownNameError:

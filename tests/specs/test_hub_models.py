@@ -104,3 +104,24 @@ def test_the_probe(no_proxies):
     assert not hub_answers(timeout_s=0.5)
     no_proxies.setenv("HF_ENDPOINT", "http://[broken")
     assert not hub_answers(timeout_s=0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("GatedRepoError", "accept it there, then set HF_TOKEN"),
+        ("RepositoryNotFoundError", "no such public model"),
+        ("OSError", "the hub gave OSError"),
+    ],
+)
+def test_what_the_hub_refuses_is_said_with_what_helps(monkeypatch, kind, words):
+
+    refused = getattr(huggingface_hub.errors, kind, OSError)
+
+    def download(*_, **__):
+        raise refused.__new__(refused)
+
+    monkeypatch.setattr(model_loading, "hub_answers", lambda: True)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(UnknownNameError, match=words):
+        load_model("somebody/not-in-the-catalogue")

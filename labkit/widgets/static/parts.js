@@ -300,6 +300,7 @@ function renderChart({ model, el }) {
   el.append(waiting, plot);
   let closed = false;
   let drawing = Promise.resolve();
+  let newest = 0;
   const config = {
     displaylogo: false,
     responsive: false,
@@ -308,12 +309,14 @@ function renderChart({ model, el }) {
   };
   const draw = () => {
     plot.setAttribute("aria-label", model.get("description"));
-    // plotly writes into what it is given, so it gets a copy.
-    const figure = JSON.parse(JSON.stringify(model.get("figure")));
-    if (!figure.layout) return;
+    if (!model.get("figure").layout) return;
+    const mine = ++newest;
     drawing = drawing.then(async () => {
       const plotly = await plotlyLoaded();
-      if (closed) return;
+      // While the library loads or a slow page draws, only the last of the waiting figures is worth drawing.
+      if (closed || mine !== newest) return;
+      // plotly writes into what it is given, so it gets a copy.
+      const figure = JSON.parse(JSON.stringify(model.get("figure")));
       waiting.remove();
       figure.layout.autosize = true;
       plot.style.height = `${figure.layout.height || 340}px`;
