@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MappingProxyType
 
 import numpy as np
 
@@ -35,11 +36,16 @@ _INDEPENDENT = 12
 _ENOUGH_WAITING = 8
 
 
-def calibrate(constants: StepConstants, records: Sequence[RunRecord]) -> StepConstants:
+def calibrate(
+    constants: StepConstants, records: Sequence[RunRecord], widths: Mapping[str, float] = MappingProxyType({})
+) -> StepConstants:
     """`constants` moved so that the step-time model meets the cycle times of `records`, and with the interval that
     other runs have shown after as many.
 
     A cycle is start to start of two steps, not the time of a step: what the host does between them counts.
+
+    Args:
+        widths: constant → log-normal width of the prior around it, where it is not the usual one; 0 keeps it as it is.
 
     Raises:
         OutOfRangeError: no record has steps, or they are of different models or cards.
@@ -58,7 +64,7 @@ def calibrate(constants: StepConstants, records: Sequence[RunRecord]) -> StepCon
         return np.concatenate([part.predicted_s(found) for part in parts])
 
     sigmas = _OVERLAPPED_SIGMAS | ({} if constants.products else _UNMEASURED) if overlaps else SIGMAS
-    sigmas = {name: sigma for name, sigma in sigmas.items() if getattr(constants, name) > 0}
+    sigmas = {name: sigma for name, sigma in {**sigmas, **widths}.items() if sigma and getattr(constants, name) > 0}
     noise = _NOISE * max(1.0, len(measured) / _INDEPENDENT) ** 0.5
     found = fit_constants(
         constants, predict, measured, sigmas, noise=noise, starts=[_slow_host(constants)] if overlaps else []

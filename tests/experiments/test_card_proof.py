@@ -12,9 +12,12 @@ from labkit.engine.step_constants import load_constants
 from labkit.experiments import card_proof, card_sweep
 from labkit.experiments.card_constants import constants_of
 from labkit.experiments.card_proof import (
+    MeasuredRun,
+    Sweep,
     changed_flags,
     coverage,
     errors,
+    fit_shipped,
     foretold,
     medians,
     read_sweep,
@@ -106,6 +109,24 @@ def test_measured_parts_correct_the_planned_ones_by_a_factor():
     assert (nothing.activation_factor, nothing.non_torch_bytes) == (1.0, None)
 
 
+def test_constants_fitted_to_a_small_model_foretell_a_large_one():
+    # What a small model loses between its kernels is no share of the bandwidth.
+    known = load_constants(engine="labkit")
+    truth = known.replace(layer_s=3 * known.layer_s)
+    knobs = {"gpu_memory_utilization": 0.3}
+    small, large = (
+        [MeasuredRun(run, row_of(run, truth), GPU) for run in runs]
+        for runs in (
+            [SweepRun("grid", {"max_num_seqs": count}, 0, TRAFFIC) for count in (8, 24)],
+            [SweepRun("second model", knobs, 3, TRAFFIC, card_sweep.LARGE_MODEL)],
+        )
+    )
+    found = fit_shipped(Sweep(known, tuple(small), (), {}, "NVIDIA H200"))
+    assert found.bandwidth_efficiency == known.bandwidth_efficiency
+    before, after = (medians(foretold(large, constants, MEMORY))["tpot_mean_s"] for constants in (known, found))
+    assert after < 3 < before
+
+
 def test_a_changed_flag_is_foretold_from_the_run_beside_it(sweep):
     found = changed_flags(sweep)
     # Every second run of the grid calibrates, and each differs in one flag alone from one other run for each flag.
@@ -149,7 +170,8 @@ def test_few_preemptions_are_no_share():
 
 def test_runs_of_another_session_are_judged_by_their_own_calibration(tmp_path):
     # A session whose engine is twice as slow, with a microbenchmark that does not know it, and its base.
-    truth = constants_of(microbenchmark(), GPU, load_constants(engine="labkit")).replace(correction=2.0)
+    known = load_constants(engine="labkit", level="data sheet")
+    truth = constants_of(microbenchmark(), GPU, known).replace(correction=2.0)
     runs = [SweepRun("calibrates", {}, 0, TRAFFIC), SweepRun("unseen", {"max_num_seqs": 12}, 5, TRAFFIC)]
     content = {
         "rows": [row_of(run, truth) for run in runs], "microbenchmark": asdict(microbenchmark()), "card": "NVIDIA H200"
