@@ -34,7 +34,8 @@ class Session(LabSession):
     ```
 
     Without the panel: `session.plan(block_size=32)`, `session.run(block_size=32)`, `session.sweep({"block_size": [8,
-    16, 32]})`, `session.report()`; `plan`, `run`, `cancel` and `close` are those of `LabSession`.
+    16, 32]})`, `session.simulate_sweep(…)` for a card that is not here, `session.report()`; `plan`, `run`, `cancel` and
+    `close` are those of `LabSession`.
 
     Args:
         model: catalogue name, hub id, folder, config.json or .gguf file, or a `ModelSpec`.
@@ -96,6 +97,31 @@ class Session(LabSession):
             )  # fmt: skip
             self._keep(record)
         return record
+
+    def simulate_sweep(
+        self, grid: Mapping[str, Sequence[Any]], *, on_event: OnEvent | None = None
+    ) -> tuple[RunRecord, ...]:
+        """Serve the traffic on a virtual card under every combination of the grid's knobs, hundreds of them if need be.
+
+        The records are kept as those of `simulate`; `cancel()` ends it, and what was done until then stays.
+
+        Args:
+            on_event: takes "progress" events, and a "log" event for each combination that does not fit.
+
+        Raises:
+            UnknownNameError, OutOfRangeError: a knob or value that does not exist, before anything runs.
+            UnsupportedError, WorkerError, StoreError: as `simulate`.
+        """
+        from labkit.experiments.virtual_sweep import simulate_session_sweep
+
+        found = []
+        with self._only_one():
+            for record in simulate_session_sweep(
+                self, grid, on_event=on_event or (lambda event: None), is_cancelled=lambda: self.is_cancelled
+            ):  # fmt: skip
+                self._keep(record)
+                found.append(record)
+        return tuple(found)
 
     def _keep(self, record: RunRecord) -> None:
         self._records.append(record)

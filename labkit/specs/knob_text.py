@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -56,10 +56,11 @@ def parse_size(text: str) -> float:
 def config_to_text(config: EngineConfig) -> str:
     """What `config` sets other than the defaults, as "block_size=32 kv_cache_dtype=fp8"; empty for the defaults."""
     changed = EngineConfig().differences(config)
-    return " ".join(f"{name}={shlex.quote(_word(value))}" for name, (_, value) in changed.items())
+    return " ".join(f"{name}={shlex.quote(knob_word(value))}" for name, (_, value) in changed.items())
 
 
-def _word(value: Any) -> str:
+def knob_word(value: Any) -> str:
+    """A value as `parse_knob` takes it."""
     if value is None:
         return "auto"
     if isinstance(value, bool):
@@ -92,15 +93,35 @@ def config_from_text(text: str) -> EngineConfig:
         raise FileFormatError(f"the settings cannot be read: {error}", works="block_size=32 dtype=auto") from error
     if words[:2] == PANEL.split():
         return config_from_text(" ".join(word for word in words[2:] if not word.startswith("--")))
-    knobs = {knob.name: knob for knob in EngineConfig.knobs()}
     values = {}
     for word in words:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise FileFormatError(f"{plain(word, 60)!r} is not of the form name=value", works="block_size=32")
-        if name not in knobs:
-            close = nearest(name, knobs)
-            works = close or "a flag of `labkit plan --help`, with _ for -"
-            raise UnknownNameError(f"this version has no knob {plain(name, 60)!r}", works=works)
-        values[name] = parse_knob(knobs[name], value)
+        knob, value = _named(word)
+        values[knob.name] = parse_knob(knob, value)
     return EngineConfig(**values)
+
+
+def read_grid(words: Sequence[str]) -> dict[str, list[Any]]:
+    """Knob → its values, of words such as "max_num_seqs=64,128" (or --max-num-seqs=64,128); the last of a knob counts.
+
+    Raises:
+        FileFormatError, UnknownNameError, OutOfRangeError: as `config_from_text`.
+    """
+    found = {}
+    for word in words:
+        knob, values = _named(word)
+        found[knob.name] = [parse_knob(knob, value) for value in values.split(",")]
+    return found
+
+
+def _named(word: str) -> tuple[Knob, str]:
+    """The knob that "name=value" names, and the value."""
+    knobs = {knob.name: knob for knob in EngineConfig.knobs()}
+    name, equals, value = word.partition("=")
+    name = name.strip().removeprefix("--").replace("-", "_")
+    if not equals:
+        raise FileFormatError(f"{plain(word, 60)!r} is not of the form name=value", works="block_size=32")
+    if name not in knobs:
+        close = nearest(name, knobs)
+        works = close or "a flag of `labkit plan --help`, with _ for -"
+        raise UnknownNameError(f"this version has no knob {plain(name, 60)!r}", works=works)
+    return knobs[name], value

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from labkit.cli import app
+from labkit.experiments import virtual_sweep
 
 
 def run(*words: str):
@@ -68,3 +69,49 @@ def test_advise_prints_the_limit_and_what_each_change_would_buy():
     from_plan = run("advise", "--gpu", "cpu", "--limit", "2")
     assert from_plan.exit_code == 0
     assert "tok/s" not in from_plan.output
+
+
+SWEEP = ("simulate", "--model", "Qwen/Qwen3-8B", "--gpu", "L4", "--limit", "6", "--max-model-len", "4096")
+
+
+def test_a_sweep_serves_every_combination_and_shows_the_best_first():
+    found = run(*SWEEP, "--sweep", "max_num_seqs=1,8", "--sweep", "--kv-cache-dtype=auto,fp8")
+    assert found.exit_code == 0, found.output
+    lines = found.stdout.splitlines()
+    assert lines[0] == "4 of 4 combinations are served, the best first"
+    rates = [float(line.split()[0]) for line in lines[2:6]]
+    assert rates == sorted(rates, reverse=True)
+    settings = {line.split("  ")[-1] for line in lines[2:6]}
+    assert settings == {f"max_num_seqs={seqs} kv_cache_dtype={kv}" for seqs in (1, 8) for kv in ("auto", "fp8")}
+    assert lines[6].startswith(f"the best: {lines[2].split('  ')[-1]}")
+    assert lines[7].startswith("vllm serve Qwen/Qwen3-8B --max-model-len 4096")
+
+
+def test_a_sweep_says_what_is_refused_and_what_would_do():
+    found = run(*SWEEP, "--sweep", "gpu_memory_utilization=0.5,0.9", "--json")
+    rows = json.loads(found.stdout)
+    assert [row["knobs"]["gpu_memory_utilization"] for row in rows] == [0.9, 0.5]
+    assert [row["status"] for row in rows] == ["finished", "failed"]
+    assert "turn: gpu_memory_utilization" in rows[1]["error"]
+    text = run(*SWEEP, "--sweep", "gpu_memory_utilization=0.5").stdout
+    assert text.startswith("0 of 1 combinations are served")
+    assert "1 refused: Qwen/Qwen3-8B does not fit L4" in text
+
+
+@pytest.mark.parametrize(("word", "error"), [("max_num_seqs", "FileFormatError"), ("no_knob=1", "UnknownNameError"),
+                                             ("block_size=0", "OutOfRangeError")])  # fmt: skip
+def test_a_sweep_over_what_is_no_knob_or_value_is_refused(word, error):
+    assert type(run(*SWEEP, "--sweep", word).exception).__name__ == error
+
+
+def test_ctrl_c_ends_a_sweep_and_shows_what_was_done(monkeypatch):
+    sweep = virtual_sweep.simulate_sweep
+
+    def interrupted(*words, **settings):
+        yield next(sweep(*words, **settings))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(virtual_sweep, "simulate_sweep", interrupted)
+    found = run(*SWEEP, "--sweep", "max_num_seqs=1,8")
+    assert found.exit_code == 130
+    assert "1 of 1 combinations are served" in found.stdout
