@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from labkit import format as fmt
-from labkit.figures.frame import empty, names_beside, position, row_of_plots, rows_height, wrapped
+from labkit.figures.frame import MANY_ROWS, empty, names_beside, position, row_of_plots, rows_height, wrapped
 from labkit.figures.palette import BASELINE, get_theme, label, pattern
 from labkit.figures.tables import Table, make_table
 from labkit.measure.run_record import Counters, RunRecord
@@ -98,7 +98,9 @@ def draw_l2(info: L2Info, theme: str = "light", narrow: bool = False) -> go.Figu
     # Beyond the longest bar there is room for its number.
     figure.update_xaxes(title_text="hits (%)", range=[0, 124], tickvals=[0, 25, 50, 75, 100], **places[0])
     figure.update_xaxes(title_text=title, range=[0, max(1.34 * max(speeds), 1.04 * peak)], **places[1])
-    names = [f"{wrapped(bar.name, 16 if narrow else 24)}<br>{_kind(bar)}" for bar in info.bars]
+    is_close = len(info.bars) > MANY_ROWS
+    width, lines, between = (16 if narrow else 24), 1 if is_close else 2, ", " if is_close else "<br>"
+    names = [f"{wrapped(bar.name, width, lines)}{between}{_kind(bar)}" for bar in info.bars]
     names_beside(figure, names, 2, narrow)
     figure.update_layout(showlegend=False, bargap=0.4, margin={"t": 44})
     return figure

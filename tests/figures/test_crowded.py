@@ -139,7 +139,10 @@ def test_fifty_runs_stand_in_close_rows_of_one_line():
     figure = throughput.draw_throughput(throughput.get_throughput_info(runs))
     assert figure.layout.height < 1400
     assert len(figure.data[0].x) == 50
-    assert not any("<br>" in name for name in figure.layout.yaxis.ticktext)
+    bars = l2.draw_l2(l2.get_l2_info(runs))
+    assert bars.layout.height == figure.layout.height
+    for drawn in (figure, bars):
+        assert not any("<br>" in name for name in drawn.layout.yaxis.ticktext)
 
 
 def test_the_planned_pool_and_use_stand_beside_what_was_measured():
