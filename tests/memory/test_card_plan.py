@@ -55,8 +55,8 @@ def name_of(row):
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_measured_parts_are_foretold(row):
-    """Weights and tables to the byte; the peak but for rests that torch's allocator does not split off (1 MiB each);
-    segments of graphs but for one."""
+    """Weights and tables to the byte; the peak but for pieces of segments that earlier engines left free; segments of
+    graphs but for one."""
     spec, config = case(row)
     parts = card_parts(spec, CARD, config)
     assert parts.weights_bytes == row["weights_bytes"]
@@ -86,7 +86,7 @@ def test_most_measured_parts_are_exact():
         peaks += activation_bytes(facts) == row["activation_bytes"]
         charged = segments(facts, row["captures_largest"])[1]
         exact += abs(charged - row["first_graphs_bytes"]) <= 2 * MIB
-    assert peaks >= 33
+    assert peaks >= 35
     assert exact >= len(ROWS) - 1
 
 
