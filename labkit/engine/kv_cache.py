@@ -95,11 +95,6 @@ class KVCache:
         return _num_bytes(self._pool)
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes of the host pool."""
-        return _num_bytes(self._host)
-
-    @property
     def scratch_bytes(self) -> int:
         """Bytes of the gather buffers."""
         return sum(tensor.nbytes for tensor in self._scratch.values())

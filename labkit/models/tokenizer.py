@@ -89,11 +89,6 @@ class Tokenizer:
         with _contained(self._where):
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def token_text(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token, None when there is none."""
-        with _contained(self._where):
-            return self._backend.id_to_token(token_id)
-
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -183,10 +183,9 @@ def test_swapped_blocks_come_back_bit_for_bit(one_thread, tiny_spec, kind):
 )
 def test_pool_bytes_are_blocks_times_tokens_times_width(one_thread, tiny_spec, kind, element, scale):
     layer = LAYERS["full"]
-    cache = _cache(tiny_spec(layers=(layer, layer, layer)), kind, swap=7)
+    cache = _cache(tiny_spec(layers=(layer, layer, layer)), kind)
     token = 3 * layer.num_kv_heads * (2 * layer.head_dim * element + scale)
     assert cache.pool_bytes == NUM_BLOCKS * BLOCK_SIZE * token
-    assert cache.host_bytes == 7 * BLOCK_SIZE * token
 
 
 def test_layer_kinds_and_types_that_it_cannot_hold_are_refused(tiny_spec):
