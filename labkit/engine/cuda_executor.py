@@ -39,7 +39,7 @@ from labkit.engine.sequence import Sequence
 from labkit.engine.tensor_parallel import agreed_blocks
 from labkit.errors import LabkitError
 from labkit.format import GIB
-from labkit.memory.card_parts import captures_largest, card_constants
+from labkit.memory.card_parts import captures_largest, card_constants, padded_tokens
 from labkit.memory.records import MemoryPlan
 from labkit.memory.step_shapes import MANY_PROMPTS, StepShape, graph_shapes
 from labkit.models.decoder import Decoder
@@ -400,8 +400,8 @@ class CudaExecutor:
         return max(0, self._used_bytes() - used) + num_left * card_constants().graph_driver_bytes
 
     def _capture(self, memory: _Allocated, plan: MemoryPlan) -> None:
-        before = self._used_bytes()
-        graphs = StepGraphs(lambda shape: self._prepared(memory, shape), self._stream)  # type: ignore[arg-type]
+        before, padded = self._used_bytes(), padded_tokens(plan.model, plan.gpu, plan.config)
+        graphs = StepGraphs(lambda shape: self._prepared(memory, shape), self._stream, padded)  # type: ignore[arg-type]
         costs = self._measured.costs[self._shape_key(plan)]
         for shapes in graph_shapes(plan.config, largest=costs.captures_largest):
             for shape in reversed(shapes):

@@ -29,11 +29,18 @@ class StepGraphs:
     Args:
         prepare: brings a padding step of a shape to the staging buffer and returns what computes it.
         stream: on which to warm up and capture; libraries keep their workspace for it from one capture to the next.
+        padded_tokens: see `next_larger`.
     """
 
-    def __init__(self, prepare: Callable[[StepShape], Callable[[], torch.Tensor]], stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self,
+        prepare: Callable[[StepShape], Callable[[], torch.Tensor]],
+        stream: torch.cuda.Stream,
+        padded_tokens: int = 0,
+    ) -> None:
         self._prepare = prepare
         self._stream = stream
+        self._padded_tokens = padded_tokens
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._shapes: tuple[list[StepShape], list[StepShape]] = ([], [])
@@ -58,7 +65,7 @@ class StepGraphs:
 
     def shape_for(self, filled: StepShape) -> StepShape | None:
         """The captured shape that takes a step; None where none does."""
-        return next_larger(self._shapes[filled.num_prompts > 0], filled)
+        return next_larger(self._shapes[filled.num_prompts > 0], filled, self._padded_tokens)
 
     def replay(self, shape: StepShape) -> torch.Tensor:
         """Run the graph; its tokens int64 [places], valid until the next replay."""
@@ -68,9 +75,16 @@ class StepGraphs:
         return tokens
 
 
-def next_larger(shapes: list[StepShape], filled: StepShape) -> StepShape | None:
-    """The first of `shapes`, smallest first, that has room for `filled`; None where none has."""
-    index = bisect.bisect_left(shapes, filled.num_tokens, key=lambda shape: shape.num_tokens)
-    if index == len(shapes) or shapes[index].num_prompts < filled.num_prompts:
-        return None
-    return shapes[index]
+def next_larger(shapes: list[StepShape], filled: StepShape, padded_tokens: int = 0) -> StepShape | None:
+    """The first of `shapes`, smallest first, that has room for `filled`; None where none has.
+
+    Args:
+        padded_tokens: of the largest shape that is taken for its places alone, past one with room for the tokens.
+    """
+    first = bisect.bisect_left(shapes, filled.num_tokens, key=lambda shape: shape.num_tokens)
+    for index in range(first, len(shapes)):
+        if index > first and shapes[index].num_tokens > padded_tokens:
+            break
+        if shapes[index].num_prompts >= filled.num_prompts:
+            return shapes[index]
+    return None

@@ -258,15 +258,24 @@ class StepTimeModel:
         padded = _next_size(launch.graph_sizes, tokens)
         if launch.prompt_sizes == launch.graph_sizes:
             return np.maximum(tokens, padded), sampled, padded < tokens
-        has_prompts, captured = load.num_prompt_tokens > 0, _next_size(launch.prompt_sizes, tokens)
+        room = self._with_room(tokens, load.num_prompts)
+        has_prompts, captured = load.num_prompt_tokens > 0, _next_size(launch.prompt_sizes, room)
         if launch.prompt_places:
-            places = _next_size(launch.prompt_sizes, tokens, launch.prompt_places)
+            places = _next_size(launch.prompt_sizes, room, launch.prompt_places)
             captured = np.where(load.num_prompts > places, 0.0, captured)
             # A captured step gives a token of each place, whoever stands there.
             rows = np.where(has_prompts, np.minimum(captured + places, launch.graph_sizes[-1]), padded)
             sampled = np.where((sampled > 0) & (np.where(has_prompts, captured, padded) >= tokens), rows, sampled)
         padded = np.where(has_prompts, captured, padded)
         return np.maximum(tokens, padded), sampled, padded < tokens
+
+    def _with_room(self, tokens: Array, num_prompts: Array) -> Array:
+        """`tokens`, or those of the smallest graph with places for a step's prompts where the engine pads so far."""
+        launch = self.launch
+        if not launch.padded_tokens:
+            return tokens
+        room = _next_size(launch.prompt_places, num_prompts, launch.prompt_sizes)
+        return np.where(room <= launch.padded_tokens, np.maximum(tokens, room), tokens)
 
     def _products(self, matrix: MatrixCost, tokens: Array, *, is_head: bool) -> Array:
         """Dense products: between measured ones where they are of the same format, else by the smooth roofline."""
@@ -339,9 +348,10 @@ class StepTimeModel:
 
     def _places(self, load: StepLoad) -> Array:
         """Places for prompts of each step that replays a graph, [steps]; else its prompts."""
-        launch, tokens = self.launch, np.asarray(load.num_tokens, dtype=float)
+        launch = self.launch
         if not launch.prompt_places:
             return load.num_prompts
+        tokens = self._with_room(np.asarray(load.num_tokens, dtype=float), load.num_prompts)
         places = _next_size(launch.prompt_sizes, tokens, launch.prompt_places)
         is_captured = (load.num_prompts <= places) & (tokens <= launch.prompt_sizes[-1])
         return np.where(is_captured, places, load.num_prompts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from labkit.engine.engine import RequestOutput, StepResult
 from labkit.engine.launch_rules import labkit_rules, vllm_launch_rules
@@ -20,7 +20,7 @@ from labkit.experiments.measured_memory import MeasuredMemory
 from labkit.experiments.refusals import does_not_fit
 from labkit.measure.run_record import RequestRow, RunRecord, StepRow, step_rows
 from labkit.memory import plan as memory_plan
-from labkit.memory.card_parts import why_eager
+from labkit.memory.card_parts import padded_tokens, why_eager
 from labkit.memory.records import MemoryPlan
 from labkit.specs import prompt_token_ids
 from labkit.specs.engine_config import EngineConfig
@@ -129,7 +129,9 @@ def step_time_model(plan: MemoryPlan, constants: StepConstants) -> StepTimeModel
     """How long steps take under `plan`, launched as its engine launches them."""
     config = plan.config
     captures = not why_eager(plan.model, plan.gpu, config)
-    launch = vllm_launch_rules(config) if plan.engine == "vllm" else labkit_rules(config, captures=captures)
+    padded = padded_tokens(plan.model, plan.gpu, config) if plan.engine != "vllm" else 0
+    rules = partial(labkit_rules, config, captures=captures, padded_tokens=padded)
+    launch = vllm_launch_rules(config) if plan.engine == "vllm" else rules()
     model = StepTimeModel(step_cost(plan.model, config), plan.gpu, constants, launch)
     if plan.engine == "vllm":
         return model
@@ -138,7 +140,7 @@ def step_time_model(plan: MemoryPlan, constants: StepConstants) -> StepTimeModel
         is_captured = model.waits_for_host(int(config.max_num_batched_tokens or 1))
     if not is_captured:
         return model
-    return replace(model, launch=labkit_rules(config, captures=captures, largest=True))
+    return replace(model, launch=rules(largest=True))
 
 
 class VirtualRun:

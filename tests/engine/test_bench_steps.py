@@ -95,7 +95,7 @@ def test_a_step_of_prompts_is_measured_on_host_and_card():
     row = bench_steps.prompt_steps(bench, enforce_eager=True)
     # One prompt may have 4,095 tokens.
     assert "4096/1" not in row["ms"]
-    assert list(row["ms"])[:3] == ["512/1", "512/4", "512/8"]
+    assert list(row["ms"])[:3] == ["64/1", "64/4", "64/8"]
     assert [row["ms"][kind][2] for kind in ("512/1", "1024/32", "8192/9")] == [5.12, 10.24, 81.9]
     assert all(len(times) == 3 and min(times) >= 0 for times in row["ms"].values())
     assert len(set(bench.first_ids)) == len(bench.first_ids)
