@@ -11,6 +11,7 @@ from labkit.memory import Overrides, plan
 from labkit.memory.machine import answers_json, plan_json, question_for
 from labkit.memory.questions import cards_needed, concurrent_requests, flag_effects
 from labkit.specs.engine_config import EngineConfig
+from labkit.specs.gpu_catalogue import catalogue_gpu
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_catalogue import catalogue_model
 
@@ -192,3 +193,19 @@ def test_encoder_only_models_need_no_kv():
     assert (found.block_bytes, found.num_gpu_blocks, found.breakdown.kv_cache_bytes) == (0, 0, 0)
     assert (found.verdict, found.max_model_len_that_fits) == ("fits", 512)
     assert "no KV" in found.binding_limit
+
+
+@pytest.mark.parametrize(
+    ("model", "card", "share", "format_of", "reported_gib"),
+    [("Qwen/Qwen3-32B", "RTX 4090", 0.90, "awq", 0.56), ("Qwen/Qwen3-14B", "A100-40GB", 0.85, None, 3.9)],
+)
+def test_steps_of_vllms_llm_class_explain_two_public_reports(model, card, share, format_of, reported_gib):
+    """Both lie below the plan of a server, whose steps are 2,048 tokens on these cards."""
+    config = EngineConfig(gpu_memory_utilization=share, max_model_len=4096, quantization=format_of)
+    pools = [
+        plan(catalogue_model(model), catalogue_gpu(card), config.replace(max_num_batched_tokens=tokens), engine="vllm")
+        .details["ranks"][0]["available_kv_bytes"] / GIB
+        for tokens in (2048, 8192)
+    ]  # fmt: skip
+    assert pools[1] == pytest.approx(reported_gib, abs=0.15)
+    assert pools[0] > reported_gib + 0.7
