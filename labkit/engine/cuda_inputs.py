@@ -113,7 +113,8 @@ def arrange(batch: ScheduledBatch, tables: SlotTables, block_size: int, shape: S
     order = np.argsort(np.diff(starts) != 1, kind="stable")
     counts = np.diff(starts)[order]
     token_ids, positions = np.array(batch.token_ids, dtype=np.int64), _positions(batch)
-    if filled.num_prompts:
+    # Those that decode are mostly the older ones, and so come first already.
+    if (order[1:] < order[:-1]).any():
         rows = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in order])
         token_ids, positions = token_ids[rows], positions[rows]
     slots, seq_lens = np.array(batch.slots, dtype=np.int64)[order], np.array(batch.seq_lens, dtype=np.int32)[order]
