@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from labkit.engine.batch import Clock, Executor, ScheduledBatch
 from labkit.engine.block_pool import HashFunction, block_hash
@@ -23,8 +23,7 @@ FREE_BLOCK, CACHED_BLOCK = -1, -2
 UNKNOWN_TOKEN = -1
 
 
-@dataclass(frozen=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """One new token; `finish_reason` is "" while the request goes on."""
 
     request_id: int

@@ -275,7 +275,7 @@ class VirtualEngine(Engine):
         for entry in running:
             if self._overlaps:
                 entry.token_ids.pop()
-            entry.token_ids.extend([self.gpu.token_of(entry)] * num_steps)
+            entry.token_ids += [self.gpu.token_of(entry)] * num_steps
         num_free, num_cached = pool.num_available - pool.num_cached, pool.num_cached
         taken_at = []
         for step, is_full, number in _block_events(computed, room, num_steps, pool.block_size):
@@ -291,11 +291,13 @@ class VirtualEngine(Engine):
         used, cached = before + more, num_cached - np.maximum(0, more - num_free)
         for entry, done in zip(running, computed, strict=True):
             entry.num_computed_tokens = done + num_steps
-            entry.token_times_s.extend(times)
-            entry.first_token_s = entry.token_times_s[0]
+            entry.token_times_s += times
+            if entry.first_token_s is None:
+                entry.first_token_s = times[0]
         self.gpu.now_s = times[-1]
         stored = before * pool.block_size - waste + np.arange(1, num_steps + 1) * len(running)
-        counts = np.full(num_steps, len(running))
+        counts = np.empty(num_steps, dtype=int)
+        counts.fill(len(running))
         finished = () if self._overlaps else self._end_complete(running)
         if finished:
             counts[-1], used[-1], cached[-1] = len(scheduler.running), pool.num_used, pool.num_cached
