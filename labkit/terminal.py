@@ -271,7 +271,7 @@ class ProgressLine:
         if event.get("remaining_s") is not None:
             times += f", about {shown.duration(event['remaining_s'])} left"
         text, unit = plain(event["phase"]), plain(event.get("unit", ""), 40)
-        text += f" {shown.progress(event['done'], event['total'], unit)}" if unit else ""
+        text += f": {shown.progress(event['done'], event['total'], unit)}" if unit else ""
         self._bar.update(self._task, description=text, total=event["total"], completed=event["done"], times=times)
         if not self._console.is_terminal and time.monotonic() - self._last_line > QUIET_S:
             self._say(f"{text} · {times}")

@@ -25,18 +25,18 @@ def shown(line, capsys, *events) -> list[str]:
 
 def test_a_line_has_phase_count_elapsed_and_remaining(line, capsys):
     assert shown(line, capsys, {**PROGRESS, "remaining_s": 90.0}) == [
-        "run 3 of 12 requests · 4.00 s elapsed, about 90.0 s left"
+        "run: 3 of 12 requests · 4.00 s elapsed, about 90.0 s left"
     ]
 
 
 def test_before_an_estimate_only_the_elapsed_time_is_said(line, capsys):
-    assert shown(line, capsys, {**PROGRESS, "remaining_s": None}) == ["run 3 of 12 requests · 4.00 s elapsed"]
+    assert shown(line, capsys, {**PROGRESS, "remaining_s": None}) == ["run: 3 of 12 requests · 4.00 s elapsed"]
 
 
 def test_weights_are_read_in_bytes_and_a_step_without_a_count_has_none(line, capsys):
     load = {**PROGRESS, "phase": "load", "done": 2**30, "total": 4 * 2**30, "unit": "bytes", "remaining_s": 12.0}
     assert shown(line, capsys, load, {**load, "done": 1, "total": 1, "unit": "", "remaining_s": None}) == [
-        "load 1.00 GiB of 4.00 GiB (25 %) · 4.00 s elapsed, about 12.0 s left",
+        "load: 1.00 GiB of 4.00 GiB (25 %) · 4.00 s elapsed, about 12.0 s left",
         "load · 4.00 s elapsed",
     ]
 
