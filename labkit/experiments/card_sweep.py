@@ -313,11 +313,18 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     import torch
 
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU)"
-    command = f"python -m labkit.experiments.card_sweep {path.name}"
     write_results(
-        path, command=command, card=card, rows=content["rows"], summary=_steadiness(content["rows"]),
+        path, command=_command(path, content), card=card, rows=content["rows"], summary=_steadiness(content["rows"]),
         microbenchmark=content["microbenchmark"],
     )  # fmt: skip
+
+
+def _command(path: Path, content: Mapping[str, Any]) -> str:
+    """What measures again all that the file holds."""
+    held = {row["part"] for row in content["rows"]}
+    names = [name.replace(" ", "-") for name, runs in PARTS.items() if held & {run.part for run in runs()}]
+    names = ["microbenchmark", *names] if content["microbenchmark"] else names
+    return " ".join(["python -m labkit.experiments.card_sweep", str(path), *names])
 
 
 def _steadiness(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

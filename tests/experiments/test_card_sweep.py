@@ -106,6 +106,8 @@ def test_the_file_says_how_far_equal_runs_lie_apart(monkeypatch, tmp_path):
     stored = json.loads(path.read_text())
     assert [row["part"] for row in stored["rows"]] == [card_sweep.REPEAT]
     assert stored["summary"] == {}
+    # What is in the file can be measured again by what it says.
+    assert stored["command"] == f"python -m labkit.experiments.card_sweep {path} grid"
 
 
 def test_several_parts_run_in_processes_of_their_own(monkeypatch, tmp_path):
