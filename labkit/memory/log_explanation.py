@@ -12,7 +12,6 @@ from labkit.format import count, memory
 from labkit.memory.calibration import calibration_of, log_config
 from labkit.memory.logs.read import read_log_file
 from labkit.memory.logs.record import LogRecord
-from labkit.memory.model_names import named_model, named_or_loaded
 from labkit.memory.planner import plan
 from labkit.memory.questions import Question, smallest_utilization
 from labkit.memory.records import MemoryPlan
@@ -20,7 +19,9 @@ from labkit.memory.rules import vllm_rules
 from labkit.memory.stages import Calibration, Overrides
 from labkit.specs.engine_config import HIGHEST_UTILIZATION
 from labkit.specs.gpu_spec import GpuSpec
+from labkit.specs.model_loading import load_model
 from labkit.specs.model_spec import ModelSpec
+from labkit.specs.quantized_names import named_model
 
 NEWEST = "0.33.0"
 # Two printed decimals of GiB stand for this much.
@@ -315,7 +316,7 @@ def explain_log_file(
     from labkit.specs import load_gpu
 
     record = read_log_file(path)
-    return explain_log(record, named_or_loaded(model) if model else None, load_gpu(gpu) if gpu else None)
+    return explain_log(record, load_model(model) if model else None, load_gpu(gpu) if gpu else None)
 
 
 def explanation_json(found: LogExplanation) -> dict[str, Any]:

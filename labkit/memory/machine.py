@@ -9,13 +9,13 @@ from typing import Any
 from labkit.errors import OutOfRangeError
 from labkit.format import gib
 from labkit.memory.logs.record import LogRecord
-from labkit.memory.model_names import named_or_loaded
 from labkit.memory.planner import LABKIT_VERSION
 from labkit.memory.questions import Question, cards_needed, flag_effects, smallest_utilization
 from labkit.memory.records import MemoryPlan
 from labkit.memory.rules import vllm_rules
 from labkit.memory.stages import Calibration, Overrides
 from labkit.specs.engine_config import EngineConfig
+from labkit.specs.model_loading import load_model
 
 GIB = 2**30
 
@@ -67,7 +67,7 @@ def question_for(
             knob = f"--{title.replace('_', '-')}-gib"
             raise OutOfRangeError(f"{title} cannot be {gib(value)}", works="0 or more GiB", knob=knob)
     question = Question(
-        named_or_loaded(model),
+        load_model(model),
         load_gpu(gpu),
         EngineConfig(**settings),
         engine=engine,

@@ -16,27 +16,9 @@ from labkit.memory.tensors import (
     layer_tensors,
 )
 from labkit.specs.model_spec import ModelSpec, WeightFormat
+from labkit.specs.quantized_names import QUANTIZATION_FORMATS
 
 MIB = 2**20
-
-# vLLM's names of `--quantization` → how the matrices are stored where the model folder does not say it.
-QUANTIZATION_FORMATS = {
-    "fp8": WeightFormat("fp8", 8, 0, scale_bytes=4),
-    "fp8_per_tensor": WeightFormat("fp8", 8, -1, scale_bytes=4),
-    "fp8_per_channel": WeightFormat("fp8", 8, 0, scale_bytes=4),
-    "fp8_per_block": WeightFormat("fp8", 8, 128 * 128, scale_bytes=4),
-    "int8": WeightFormat("int8", 8, 0, scale_bytes=4),
-    "awq": WeightFormat("awq", 4, 128, True),
-    "auto_awq": WeightFormat("awq", 4, 128, True),
-    "awq_marlin": WeightFormat("awq", 4, 128, True),
-    "gptq": WeightFormat("gptq", 4, 128, True),
-    "gptq_marlin": WeightFormat("gptq", 4, 128, True),
-    "mxfp4": WeightFormat(
-        "mxfp4", 4, 32, scale_bytes=1, unquantized=("embed", "lm_head", "router", "norm", "attention", "mlp")
-    ),
-    "nvfp4": WeightFormat("nvfp4", 4, 16, scale_bytes=1),
-    "modelopt_fp4": WeightFormat("nvfp4", 4, 16, scale_bytes=1),
-}
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from labkit.errors import OutOfRangeError, UnsupportedError
-from labkit.memory.weights import QUANTIZATION_FORMATS, weight_format
+from labkit.memory.weights import weight_format
 from labkit.specs.model_spec import ModelSpec, WeightFormat
+from labkit.specs.quantized_names import QUANTIZATION_FORMATS
 from labkit.text import plain
 
 # Made of 16-bit weights while they are loaded.

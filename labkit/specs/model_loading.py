@@ -17,6 +17,7 @@ from labkit.specs.hub_probe import hub_answers
 from labkit.specs.model_catalogue import catalogue_model, find_name, model_names
 from labkit.specs.model_config import model_from_config
 from labkit.specs.model_spec import ModelSpec, WeightFormat
+from labkit.specs.quantized_names import named_model
 from labkit.text import nearest, plain
 
 MAX_SAFETENSORS_HEADER_BYTES = 100 * 2**20
@@ -32,7 +33,7 @@ def load_model(source: str | os.PathLike[str] | ModelSpec) -> ModelSpec:
     Args:
         source: a path that exists (model folder, config.json or .gguf file); else a catalogue name, in any case and
             with or without its organisation; else a hub id, whose config.json is taken from the hub's cache or, where
-            the hub can be reached, from there.
+            the hub can be reached, from there; else a catalogue name with its weight format, such as Qwen3-32B-AWQ.
 
     Raises:
         UnknownNameError: nothing of that name; names the nearest.
@@ -52,9 +53,16 @@ def load_model(source: str | os.PathLike[str] | ModelSpec) -> ModelSpec:
     found = find_name(name)
     if found is not None:
         return catalogue_model(found)
-    if _HUB_ID.fullmatch(name):
-        return _load_hub(name)
-    raise _unknown(name, "")
+    if not _HUB_ID.fullmatch(name):
+        reason = ""
+    else:
+        spec, reason = _load_hub(name)
+        if spec is not None:
+            return spec
+    copy = named_model(name)
+    if copy is None:
+        raise _unknown(name, reason)
+    return copy
 
 
 def _exists(path: Path) -> bool:
@@ -148,17 +156,18 @@ def _shard_bytes(shard: Path) -> int:
     return size - 8 - header
 
 
-def _load_hub(name: str) -> ModelSpec:
+def _load_hub(name: str) -> tuple[ModelSpec | None, str]:
+    """The model of a hub id, or None and why there is none."""
     path, reason = _hub_file(name, "config.json")
     if path is None:
-        raise _unknown(name, reason)
+        return None, reason
     try:
         spec = model_from_config(
             parse_config(Path(path).read_bytes(), f"config.json of {name}"), name, source=f"hub:{name}"
         )
     except OSError as error:
         raise FileFormatError(f"cannot read {plain(path)}: {error.strerror or error}") from error
-    return spec.replace(weights_bytes=_hub_weights_bytes(name))
+    return spec.replace(weights_bytes=_hub_weights_bytes(name)), ""
 
 
 def _hub_weights_bytes(name: str) -> int | None:

@@ -9,7 +9,6 @@ import pytest
 
 from labkit.memory.tensors import Sharing, count_parameters
 from labkit.memory.weights import (
-    QUANTIZATION_FORMATS,
     StageLayers,
     absorbed_mla_bytes,
     allocated_bytes,
@@ -22,6 +21,7 @@ from labkit.memory.weights import (
 from labkit.specs.model_catalogue import catalogue_model
 from labkit.specs.model_loading import load_model
 from labkit.specs.model_spec import LayerSpec, ModelSpec, MoeSpec, WeightFormat
+from labkit.specs.quantized_names import QUANTIZATION_FORMATS
 
 GIB, MIB = 2**30, 2**20
 FACTS = json.loads((Path(__file__).parent / "data" / "total_params.json").read_text())["total_params"]

@@ -135,3 +135,20 @@ def test_no_unsafe_key_is_in_the_catalogue():
     text = Path(CATALOGUE_FOLDER / "models.json").read_text()
     assert "auto_map" not in text
     assert "trust_remote_code" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "bits"),
+    [("Qwen/Qwen3-32B-AWQ", "awq", 4), ("qwen3-32b-awq", "awq", 4),
+     ("RedHatAI/Qwen2.5-7B-Instruct-FP8-dynamic", "fp8", 8)],
+)  # fmt: skip
+def test_a_quantised_copy_that_the_hub_does_not_give_is_the_catalogues_model_in_its_format(
+    name, kind, bits, monkeypatch
+):
+    monkeypatch.setattr("labkit.specs.model_loading._hub_file", lambda *_: (None, "the hub is switched off"))
+    found = load_model(name)
+    assert (found.weight_format.kind, found.weight_format.bits) == (kind, bits)
+    base = load_model("Qwen/Qwen3-32B" if "32" in name else "Qwen/Qwen2.5-7B-Instruct")
+    assert (found.layers, found.vocab_size) == (base.layers, base.vocab_size)
+    with pytest.raises(UnknownNameError, match="switched off"):
+        load_model("nobody/NoSuchModel-AWQ")

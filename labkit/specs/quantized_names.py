@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
-from labkit.memory.weights import QUANTIZATION_FORMATS
 from labkit.specs.model_catalogue import catalogue_model, find_name
-from labkit.specs.model_loading import load_model
 from labkit.specs.model_spec import ModelSpec, WeightFormat
 
-_SUFFIX = re.compile(r"-(?:AWQ|GPTQ|FP8|fp8|quantized|INT8|Int8|W8A8|w8a8|W4A16|w4a16)[A-Za-z0-9._-]{0,40}$")
+# vLLM's names of `--quantization` → how the matrices are stored where the model folder does not say it.
+QUANTIZATION_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
+    {
+        "fp8": WeightFormat("fp8", 8, 0, scale_bytes=4),
+        "fp8_per_tensor": WeightFormat("fp8", 8, -1, scale_bytes=4),
+        "fp8_per_channel": WeightFormat("fp8", 8, 0, scale_bytes=4),
+        "fp8_per_block": WeightFormat("fp8", 8, 128 * 128, scale_bytes=4),
+        "int8": WeightFormat("int8", 8, 0, scale_bytes=4),
+        "awq": WeightFormat("awq", 4, 128, True),
+        "auto_awq": WeightFormat("awq", 4, 128, True),
+        "awq_marlin": WeightFormat("awq", 4, 128, True),
+        "gptq": WeightFormat("gptq", 4, 128, True),
+        "gptq_marlin": WeightFormat("gptq", 4, 128, True),
+        "mxfp4": WeightFormat(
+            "mxfp4", 4, 32, scale_bytes=1, unquantized=("embed", "lm_head", "router", "norm", "attention", "mlp")
+        ),
+        "nvfp4": WeightFormat("nvfp4", 4, 16, scale_bytes=1),
+        "modelopt_fp4": WeightFormat("nvfp4", 4, 16, scale_bytes=1),
+    }
+)
+_SUFFIX = re.compile(r"-(?:awq|gptq|fp8|quantized|int8|w8a8|w4a16)[a-z0-9._-]{0,40}$", re.IGNORECASE)
 _FORMATS = (
     ("awq", "awq"), ("gptq-int8", "int8"), ("gptq", "gptq"), ("fp8", "fp8"), ("quantized.w4a16", "gptq"),
     ("w4a16", "gptq"), ("quantized.w8a8", "int8"), ("int8", "int8"), ("w8a8", "int8"),
@@ -37,13 +56,3 @@ def named_model(name: str) -> ModelSpec | None:
 
 def _format(suffix: str) -> WeightFormat | None:
     return next((QUANTIZATION_FORMATS[kind] for start, kind in _FORMATS if suffix.startswith(start)), None)
-
-
-def named_or_loaded(source: str) -> ModelSpec:
-    """`labkit.specs.load_model`, with names of quantised copies tried before the hub.
-
-    Raises:
-        UnknownNameError, FileFormatError: as `load_model`.
-    """
-    found = None if os.path.exists(source) else named_model(source)
-    return found or load_model(source)
