@@ -7,7 +7,7 @@ from the last to the first, splits outermost), a shared prefix `cascade` (both b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -27,6 +27,10 @@ _OTHER_SM = (64, 32)
 # Each program leaves 1 KiB to the system.
 _PROGRAM_KIB = 1
 MIN_TILES_OF_SPLIT, MAX_SPLITS = 4, 32
+# How long programs that start together keep step, beside decode of 16-bit values: 8-bit ones are unpacked first, row
+# blocks compute more in a step. Neighbours that start later find more of each other's reads on their way where a step
+# waits longer for them. Counted on an H200.
+UNPACKING_PACE, ROWS_PACE, UNPACKING_MEETS = 0.5, 0.25, 2.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Programs:
         slots: programs that the card holds at once.
         query_bytes: bytes of queries that all programs ask for, and when each is read once.
         merge_bytes: bytes of partial results that are read again, soon after they were written.
+        pace: how long programs that start together keep step, beside decode of 16-bit values.
+        meets_later: how often those that start later meet, beside it.
     """
 
     sequence: np.ndarray
@@ -50,6 +56,8 @@ class Programs:
     slots: int
     query_bytes: tuple[int, int]
     merge_bytes: int = 0
+    pace: float = 1.0
+    meets_later: float = 1.0
 
 
 def build_launches(
@@ -128,12 +136,13 @@ def _decode(
     asked = int(queries[items.sequence].sum()) * programs * row_bytes
     split = int((queries * pieces)[pieces > 1].sum()) * programs * heads * (shape.value_dim + 1) * 4
     slots = sm_count * _resident(gpu, config.stages, config.tile, shape.head_bytes, config.warps, programs_per_sm)
+    unpacks = shape.kv_kind != "native"
     return Programs(
         sequence=np.repeat(items.sequence, programs), kv_head=np.tile(kv_heads, count),
         start=np.repeat(items.start + skipped[items.sequence], programs),
         end=np.repeat(items.end + skipped[items.sequence], programs),
         tile=config.tile, slots=slots, query_bytes=(asked, int(queries.sum()) * shape.num_heads * shape.head_dim * 2),
-        merge_bytes=split,
+        merge_bytes=split, pace=UNPACKING_PACE if unpacks else 1.0, meets_later=UNPACKING_MEETS if unpacks else 1.0,
     )  # fmt: skip
 
 
@@ -180,6 +189,7 @@ def _row_programs(
         end=np.concatenate([np.tile(stop, heads) for stop in ends]),
         tile=tile, slots=slots, query_bytes=(query_bytes * splits, query_bytes),
         merge_bytes=splits * num_tokens * shape.num_heads * (shape.value_dim + 1) * 4 if splits > 1 else 0,
+        pace=ROWS_PACE,
     )  # fmt: skip
 
 
@@ -201,4 +211,4 @@ def _cascade(shape: AttentionShape, gpu: GpuSpec, programs_per_sm: int | None) -
     rows = (np.full(blocks, -1), np.zeros(blocks, dtype=np.int64), np.full(blocks, shared))
     slots = sm_count * _resident(gpu, config.stages, config.tile, shape.head_bytes, config.warps, programs_per_sm)
     own = _decode(shape, gpu, "full", np.full(len(shape.batch.context_lens), shared), programs_per_sm)
-    return _row_programs(shape, rows, splits, config.tile, num_tokens, slots), own
+    return replace(_row_programs(shape, rows, splits, config.tile, num_tokens, slots), pace=own.pace), own

@@ -15,8 +15,7 @@ from labkit.text import plain
 
 DEFAULT_FILE = Path(__file__).with_name("l2_calibration.json")
 MAX_FILE_BYTES = 1_000_000
-# K of one token and head in 16 bit at a head size of 128.
-FULL_ROW_BYTES = 256
+LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,11 @@ class L2Calibration:
         capacity_share: share of the L2's bytes that keep different lines, over 0 and up to 1.
         ways: lines of a hashed set; None is fully associative.
         partitions: 2 where SMs of each half ask their own half of the L2 first.
-        coalesced_near, coalesced_first, coalesced_far: of reads of one tile in the same step, the share that is
-            coalesced before the L2: by programs next to each other in the launch, in addition where they start at
-            once, and in addition by all at their common start.
-        coalesced_row_power: these shares hold for rows of `FULL_ROW_BYTES` and go down with this power of shorter ones.
+        lockstep_next, lockstep_further, lockstep_cluster: how long reads of one tile meet before the L2 where programs
+            start at once, in square roots of steps: of programs side by side in one cluster of SMs, of those further
+            along such a row, of others in the cluster.
+        coalesced_later: the share that meets of programs side by side of which one starts later.
+        coalesced_row_power: all these go down with this power of rows that are shorter than a line of `LINE_BYTES`.
         read_bandwidth_share: share of the data sheet's bandwidth that a reading kernel reaches, over 0 and up to 1.
         calibrated: the values were fitted to counters of this card.
         source: where they come from, to be shown.
@@ -39,9 +39,10 @@ class L2Calibration:
     capacity_share: float = 1.0
     ways: int | None = 16
     partitions: int = 1
-    coalesced_near: float = 0.0
-    coalesced_first: float = 0.0
-    coalesced_far: float = 0.0
+    lockstep_next: float = 0.0
+    lockstep_further: float = 0.0
+    lockstep_cluster: float = 0.0
+    coalesced_later: float = 0.0
     coalesced_row_power: float = 0.0
     read_bandwidth_share: float = 0.9
     calibrated: bool = False
@@ -52,10 +53,11 @@ class L2Calibration:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
                 raise OutOfRangeError(f"{name} is {plain(repr(value), 80)}", needed="more than 0, at most 1", knob=name)
-        for name in ("coalesced_near", "coalesced_first", "coalesced_far"):
+        limits = {"lockstep_next": 100, "lockstep_further": 100, "lockstep_cluster": 100, "coalesced_later": 1}
+        for name, most in limits.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-                raise OutOfRangeError(f"{name} is {plain(repr(value), 80)}", needed="0 to 1", knob=name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+                raise OutOfRangeError(f"{name} is {plain(repr(value), 80)}", needed=f"0 to {most}", knob=name)
         power = self.coalesced_row_power
         if isinstance(power, bool) or not isinstance(power, (int, float)) or not 0 <= power <= 4:
             raise OutOfRangeError(
@@ -65,8 +67,6 @@ class L2Calibration:
             raise OutOfRangeError(
                 f"partitions is {plain(repr(self.partitions), 80)}", needed="1 or 2", knob="partitions"
             )
-        if self.coalesced_near + self.coalesced_first + self.coalesced_far > 1:
-            raise OutOfRangeError("more than all reads are coalesced", needed="at most 1 in all", knob="coalesced_near")
         if self.ways is not None and (type(self.ways) is not int or not 1 <= self.ways <= 1024):
             raise OutOfRangeError(f"ways is {plain(repr(self.ways), 80)}", needed="1 to 1024, or null", knob="ways")
 

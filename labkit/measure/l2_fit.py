@@ -33,8 +33,9 @@ from labkit.text import plain
 
 CAPACITY_SHARES = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 1.0)
 WAYS: tuple[int | None, ...] = (None, 4, 16)
-ROW_POWERS = (0.0, 0.5, 1.0, 1.5)
-COALESCED_SHARES = (0.0, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6)
+# How long programs keep step, what meets later, and the power of short rows: see `L2Calibration`.
+LOCKSTEPS = {"next": (0.0, 20.0, 30.0, 40.0), "further": (0.0, 6.0, 12.0), "cluster": (0.0, 3.0, 6.0, 10.0)}
+LATER_SHARES, ROW_POWERS = (0.0, 0.1, 0.15, 0.2), (1.0, 1.5, 2.0)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def fits_without(
         cache = caches[int(volumes[kept].sum(0).argmin())]
         if cache not in by_cache:
             tried = _coalescing(cache)
-            hits = _errors(gpu, counted, tried, lambda here, there: here.l2_hit_rate - there.l2_hit_rate)
+            hits = _errors(gpu, counted, tried, _hit_and_read_error)
             by_cache[cache] = tried, hits
         tried, hits = by_cache[cache]
         best = tried[int(hits[kept].sum(0).argmin())]
@@ -86,12 +87,20 @@ def fits_without(
 
 
 def _coalescing(cache: L2Calibration) -> list[L2Calibration]:
+    found = itertools.product(*LOCKSTEPS.values(), LATER_SHARES, ROW_POWERS)
     return [
-        replace(cache, coalesced_near=near, coalesced_first=first, coalesced_far=far, coalesced_row_power=power)
-        for near, first, far in itertools.product(COALESCED_SHARES, repeat=3)
-        if near + first + far <= 1
-        for power in ROW_POWERS
-    ]
+        replace(
+            cache, lockstep_next=beside, lockstep_further=further, lockstep_cluster=cluster, coalesced_later=later,
+            coalesced_row_power=power,
+        )
+        for beside, further, cluster, later, power in found
+    ]  # fmt: skip
+
+
+def _hit_and_read_error(here: Counters, there: Counters) -> float:
+    """The larger of the hit rate's error and a third of that of the reads, which a rate alone may hide."""
+    reads = (here.l2_read_bytes or 0) / (there.l2_read_bytes or 1) - 1
+    return max(abs(here.l2_hit_rate - there.l2_hit_rate), abs(reads) / 3)
 
 
 def _errors(

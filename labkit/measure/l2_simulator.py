@@ -19,13 +19,17 @@ from labkit.errors import UnsupportedError
 from labkit.measure.attention_launch import Programs, build_launches
 from labkit.measure.attention_shape import AttentionShape
 from labkit.measure.l2_cache import hit_share, stack_distances
-from labkit.measure.l2_calibration import FULL_ROW_BYTES, L2Calibration, load_l2_calibration
+from labkit.measure.l2_calibration import LINE_BYTES, L2Calibration, load_l2_calibration
 from labkit.measure.roofline import Ceilings, Roofline, card_ceilings, roofline
 from labkit.measure.run_record import Counters
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.text import plain
 
 MAX_ACCESSES = 131_072
+# A card starts programs cluster by cluster of SMs, on Hopper 8 in the first and then 16 (18 in some); reads of one
+# cluster meet, those of different ones do not. Of programs side by side the first four start closest together.
+CLUSTER_SMS, FIRST_CLUSTER_SMS, ROW_OF_NEIGHBOURS = 16, 8, 4
+AGES_OF_A_FACTOR_E, LONG_ROW_POWER = 12, 0.25
 
 
 @dataclass(frozen=True)
@@ -51,37 +55,61 @@ class L2Prediction:
 
 
 @dataclass(frozen=True)
+class Repeats:
+    """Bytes of repeated reads of one tile in the same step, float64 `[ages]` each, by how far programs have drifted.
+
+    Attributes:
+        ages: float64 `[ages]`, 1 + steps since the launch began, times the square of programs of an SM over their pace.
+        next_to: by programs of the first wave next to each other in one cluster of SMs, the first few of a row.
+        further: by those that follow in the same row.
+        same_cluster: by other programs of the first wave in one cluster.
+        later: by programs next to each other that start later, those of slow kernels more than once.
+    """
+
+    ages: np.ndarray
+    next_to: np.ndarray
+    further: np.ndarray
+    same_cluster: np.ndarray
+    later: np.ndarray
+
+
+@dataclass(frozen=True)
 class AccessTrace:
     """A launch's reads of K and V, in the order in which they reach the L2; equal ones of one step are one entry.
 
     Attributes:
         names: int64 `[n]`, which tile.
         sizes: float64 `[n]` bytes.
-        readers: int64 `[n]`, programs that read the tile in that step.
+        readers: int64 `[n]`, programs that read the tile in that step; `clusters`: groups of them whose reads may come
+            from either half of the card: a cluster of SMs in the first wave, a program later.
         row_bytes: of K of one token and head, which lie side by side.
         asked_bytes: bytes of all, repeats of one step included.
-        near_bytes: bytes of these repeats by programs next to each other in the launch.
-        first_bytes: those of them by programs that start at once.
-        drift_bytes: bytes of all repeats, weighted by 1/√(1 + step), as programs drift apart like random walks from
-            their common start.
+        repeats: bytes of the repeats by who reads and when.
     """
 
     names: np.ndarray
     sizes: np.ndarray
     readers: np.ndarray
+    clusters: np.ndarray
     row_bytes: float
     asked_bytes: float
-    near_bytes: float
-    first_bytes: float
-    drift_bytes: float
+    repeats: Repeats
 
     def coalesced_bytes(self, known: L2Calibration) -> float:
-        """Bytes that are asked for and never reach the L2: short rows take more requests, which meet less often."""
-        share = min(1.0, self.row_bytes / FULL_ROW_BYTES) ** known.coalesced_row_power
-        return share * (
-            known.coalesced_near * self.near_bytes
-            + known.coalesced_first * self.first_bytes
-            + known.coalesced_far * self.drift_bytes
+        """Bytes that are asked for and never reach the L2.
+
+        Programs drift apart like random walks from their common start, faster the more of them share an SM: at age a
+        the reads that still meet are 1 − exp(−c/√a). Rows shorter than a line take more requests, which meet less, and
+        longer ones are several lines, each of which must be met.
+        """
+        shorter = min(1.0, self.row_bytes / LINE_BYTES) ** known.coalesced_row_power
+        longer = max(1.0, self.row_bytes / LINE_BYTES) ** LONG_ROW_POWER
+        reach, repeats = shorter / longer / np.sqrt(self.repeats.ages), self.repeats
+        return float(
+            -(repeats.next_to * np.expm1(-known.lockstep_next * reach)).sum()
+            - (repeats.further * np.expm1(-known.lockstep_further * reach)).sum()
+            - (repeats.same_cluster * np.expm1(-known.lockstep_cluster * reach)).sum()
+            + shorter * known.coalesced_later * repeats.later.sum()
         )
 
 
@@ -136,7 +164,7 @@ def simulate_calibrations(
 ) -> tuple[L2Prediction, ...]:  # fmt: skip
     """One prediction for each calibration, from one trace; arguments as `simulate_attention`."""
     launches = build_launches(shape, gpu, variant, programs_per_sm)
-    trace = access_trace(shape, launches)
+    trace = access_trace(shape, launches, gpu.sm_count or 1)
     distances = stack_distances(trace.names, trace.sizes)
     asked = trace.asked_bytes + sum(launch.query_bytes[0] + launch.merge_bytes for launch in launches)
     queries = sum(launch.query_bytes[1] for launch in launches)
@@ -170,7 +198,9 @@ def simulate_calibrations(
     return tuple(found)
 
 
-def access_trace(shape: AttentionShape, launches: Sequence[Programs], max_accesses: int = MAX_ACCESSES) -> AccessTrace:
+def access_trace(
+    shape: AttentionShape, launches: Sequence[Programs], sm_count: int, max_accesses: int = MAX_ACCESSES
+) -> AccessTrace:
     """The reads of launches that begin together, by the step at which they happen.
 
     Args:
@@ -178,23 +208,53 @@ def access_trace(shape: AttentionShape, launches: Sequence[Programs], max_access
     """
     total = sum(int(np.sum(-(-(launch.end - launch.start) // launch.tile))) for launch in launches)
     factor = max(1, -(-total // max_accesses))
-    parts = [_expand(shape, launch, factor) for launch in launches]
-    when, names, sizes, program, is_first = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    # One sort key: the step first, then the tile; a sequence's tiles of one step lie side by side, programs in order.
+    resident = sum(min(len(launch.start), launch.slots) for launch in launches)
+    parts, crowding, meeting, before = [], [], [], 0
+    for launch in launches:
+        parts.append(_expand(shape, launch, factor, before))
+        crowding.append(np.full(len(parts[-1][0]), (max(1.0, resident / sm_count) / launch.pace) ** 2))
+        meeting.append(np.full(len(parts[-1][0]), launch.meets_later))
+        before += len(launch.start)
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    when, names, _, program, is_first = columns
+    # By step, then tile, then the cluster that reads; those that start later come after all clusters, in launch order.
     key = when * (int(names.max()) + 1) + names if len(names) else names
-    order = np.argsort(key, kind="stable")
-    columns = (key, names, sizes, when, program, is_first)
-    key, names, sizes, when, program, is_first = (column[order] for column in columns)
+    cluster = np.where(is_first, (program % sm_count + FIRST_CLUSTER_SMS) // CLUSTER_SMS, sm_count)
+    order = np.lexsort((cluster, key))
+    key, cluster, age = key[order], cluster[order], ((1.0 + factor * when) * np.concatenate(crowding))[order]
+    _, names, sizes, program, is_first = (column[order] for column in columns)
     is_repeat = np.diff(key, prepend=-1) == 0
-    is_near = is_repeat & (np.diff(program, prepend=-2) == 1)
     first = np.flatnonzero(~is_repeat)
+    in_cluster = is_repeat & is_first & (np.diff(cluster, prepend=-1) == 0)
     largest = np.maximum.reduceat(sizes, first) if len(first) else sizes
-    drift = np.sqrt(1.0 + factor * when)
+    clusters = np.add.reduceat((~in_cluster).astype(np.int64), first) if len(first) else first
     return AccessTrace(
-        names[first], largest.astype(np.float64), np.diff(np.append(first, len(names))), shape.row_bytes,
+        names[first], largest.astype(np.float64), np.diff(np.append(first, len(names))), clusters, shape.row_bytes,
         float(sizes.sum()),
-        float(sizes[is_near].sum()), float(sizes[is_near & is_first].sum()), float((sizes / drift)[is_repeat].sum()),
+        _repeats(sizes, age, np.diff(program, prepend=-2) == 1, in_cluster,
+                 is_repeat * ~is_first * np.concatenate(meeting)[order]),
     )  # fmt: skip
+
+
+def _repeats(
+    sizes: np.ndarray, age: np.ndarray, is_next: np.ndarray, in_cluster: np.ndarray, later: np.ndarray
+) -> Repeats:
+    """Repeats by who reads, from the reads of a trace in its order.
+
+    Args:
+        is_next: the program follows that of the read before; `in_cluster`: so does its cluster, and both start at once.
+        later: how much the read counts as one of a program that starts later, 0 if it is none.
+    """
+    is_row = is_next & in_cluster
+    starts = np.flatnonzero(~is_row)
+    place = np.arange(len(sizes)) - np.repeat(starts, np.diff(np.append(starts, len(sizes))))
+    is_close = is_row & (place < ROW_OF_NEIGHBOURS)
+    # Ages that differ by less than a tenth are one.
+    bins = np.round(np.log(age) * AGES_OF_A_FACTOR_E).astype(np.int64)
+    count = int(bins.max(initial=0)) + 1
+    shares = (is_close, is_row & ~is_close, in_cluster & ~is_row, later * is_next)
+    parts = (np.bincount(bins, sizes * share, minlength=count) for share in shares)
+    return Repeats(np.exp(np.arange(count) / AGES_OF_A_FACTOR_E), *parts)
 
 
 def _stays(trace: AccessTrace, misses: np.ndarray, asked_queries: int, queries: int) -> _Stays:
@@ -205,7 +265,7 @@ def _stays(trace: AccessTrace, misses: np.ndarray, asked_queries: int, queries: 
     """
     _, tile = np.unique(trace.names, return_inverse=True)
     fetches = np.bincount(tile, misses)
-    reads = np.bincount(tile, trace.readers) / np.maximum(fetches, 1e-9)
+    reads = np.bincount(tile, trace.clusters) / np.maximum(fetches, 1e-9)
     fetched = np.bincount(tile, misses * trace.sizes)
     # Most tiles are alike; two digits of the number of reads are plenty.
     alike, kind = np.unique(np.round(reads, 2), return_inverse=True)
@@ -213,9 +273,9 @@ def _stays(trace: AccessTrace, misses: np.ndarray, asked_queries: int, queries: 
     return _Stays(np.append(alike, of_queries), np.append(np.bincount(kind, fetched), float(queries)))
 
 
-def _expand(shape: AttentionShape, launch: Programs, factor: int) -> tuple[np.ndarray, ...]:
+def _expand(shape: AttentionShape, launch: Programs, factor: int, before: int) -> tuple[np.ndarray, ...]:
     """Step, name, bytes and program of every read of a launch, `factor` tiles at a time, and whether that program is
-    one of those that start at once."""
+    one of those that start at once; `before` programs of other launches come first."""
     stride = launch.tile * factor
     steps = -(-(launch.end - launch.start) // stride)
     program = np.repeat(np.arange(len(steps)), steps)
@@ -233,7 +293,7 @@ def _expand(shape: AttentionShape, launch: Programs, factor: int) -> tuple[np.nd
         sequence = np.zeros_like(some) if is_shared else launch.sequence[program[some]] + 1
         name = (sequence * shape.num_kv_heads + launch.kv_head[program[some]]) * tokens + begin[some]
         is_first = program[some] < launch.slots
-        parts.append((when[some], name, (high - low)[some] * float(shape.head_bytes), program[some], is_first))
+        parts.append((when[some], name, (high - low)[some] * float(shape.head_bytes), program[some] + before, is_first))
     return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
 

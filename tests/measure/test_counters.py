@@ -131,7 +131,8 @@ def test_core_metrics_of_a_call_are_counted_by_themselves():
 
     def open_profiler(metrics, max_ranges=1):
         asked.append(metrics)
-        return RangeProfiler(metrics, Context(5, 0), FakeCupti(VALUES if metrics == CORE_METRICS else (1, 2, 3)))
+        fake = FakeCupti(VALUES if metrics == CORE_METRICS else (1, 2, 3))
+        return RangeProfiler(metrics, Context(5, 0), fake, max_ranges)
 
     result = counters(synchronize=lambda: None, open_profiler=open_profiler).count(lambda: None)
     assert asked == [CORE_METRICS, tuple(name for name in METRICS if name not in CORE_METRICS)]
@@ -163,6 +164,22 @@ def test_repeated_counts_are_means(fake):
     result = scope.count(lambda: None, repeats=2)
     assert result.counters.l2_hit_rate == pytest.approx(1 - 500 / (sum(fake.reads) / 2))
     assert fake.calls.count("cuptiRangeProfilerStart") == (3 if fake.merges else 1)
+
+
+class ColdStart(FakeCupti):
+    """The first range of a pass has other misses than those after it."""
+
+    def _cuptiProfilerHostEvaluateToGpuValues(self, params):
+        self.values = [1000.0, 660.0 if params.rangeIndex == 0 else 600.0, 8000.0, 4000.0]
+        super()._cuptiProfilerHostEvaluateToGpuValues(params)
+
+
+@pytest.mark.parametrize("repeats", [1, 4])
+def test_the_first_execution_of_a_pass_does_not_count(repeats):
+    runs, fake = [], ColdStart()
+    scope = counters(CORE_METRICS, synchronize=lambda: None, open_profiler=opener(fake))
+    result = scope.count(lambda: runs.append(1), repeats=repeats)
+    assert (result.counters.l2_hit_rate, len(runs)) == (pytest.approx(0.4), repeats + 1)
 
 
 def test_counts_of_one_call_that_are_not_alike_are_refused():

@@ -36,7 +36,17 @@ def made(calibration, names=NAMES, change=lambda counters: counters):
 
 @pytest.mark.parametrize("share", [0.4, 0.9])
 def test_the_fit_finds_the_settings_that_made_the_counts(share):
-    counted = made(L2Calibration(share, 16, partitions=2, coalesced_near=0.2, coalesced_far=0.3))
+    counted = made(
+        L2Calibration(
+            share,
+            16,
+            partitions=2,
+            lockstep_next=20.0,
+            lockstep_cluster=6.0,
+            coalesced_later=0.1,
+            coalesced_row_power=1.5,
+        )
+    )
     found = l2_fit.fit(SMALL_CARD, counted)
     assert (found.capacity_share, found.ways, found.calibrated) == (share, 16, True)
     assert max(abs(each.hit_error) for each in l2_fit.compare(SMALL_CARD, counted, found)) == 0
@@ -44,7 +54,7 @@ def test_the_fit_finds_the_settings_that_made_the_counts(share):
 
 def test_a_series_that_is_left_out_has_no_say():
     """One series was counted with another L2: without it the fit is that of the others, and its own error shows."""
-    truth, other = (L2Calibration(share, 16, partitions=2, coalesced_far=0.3) for share in (0.4, 0.9))
+    truth, other = (L2Calibration(share, 16, partitions=2, lockstep_cluster=6.0) for share in (0.4, 0.9))
     prefill = [name for name in NAMES if name.startswith("prefill")]
     counted = made(truth, [name for name in NAMES if name not in prefill]) + made(other, prefill)
     found = {each.group: each for each in l2_fit.held_out(SMALL_CARD, counted)}
@@ -98,9 +108,9 @@ def test_the_recorded_errors_are_those_of_the_recorded_counters():
 
 def test_unseen_launches_are_of_other_shapes():
     unseen, seen = unseen_points(), {point.shape for point in points()}
-    assert len({point.name for point in unseen}) == len(unseen) == 24
+    assert len({point.name for point in unseen}) == len(unseen) == 36
     assert not seen & {point.shape for point in unseen}
     assert unseen == unseen_points()
-    assert unseen != unseen_points(seed=2)
+    assert unseen != unseen_points(seed=3)
     assert {point.variant for point in unseen} >= {"full", "prefill", "shared prefix"}
     assert any(len(set(point.shape.batch.context_lens)) > 1 for point in unseen)

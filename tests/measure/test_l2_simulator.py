@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import time
 from pathlib import Path
 
@@ -128,7 +129,7 @@ def test_bytes_add_up(lens, block_size, shared, variant):
     """Programs cover every key of every head once a program, and a cache that holds all reads each byte once."""
     shape = AttentionShape(BatchShape(tuple(lens), (1,) * len(lens), shared), block_size=block_size)
     launches = build_launches(shape, H200, variant)
-    trace = access_trace(shape, launches)
+    trace = access_trace(shape, launches, 132)
     copies = shape.group if variant == UNPACKED else 1
     assert trace.asked_bytes == sum(lens) * 8 * 512 * copies
     endless = GpuSpec("e", 1, mem_bandwidth_bytes_per_s=1e12, l2_bytes=2**40, sm_count=8, compute_capability="9.0")
@@ -139,7 +140,7 @@ def test_bytes_add_up(lens, block_size, shared, variant):
 def test_a_long_trace_takes_tiles_together_and_says_the_same():
     shape = AttentionShape(BatchShape.decode(16, 2048, 500), num_heads=64)
     launches = build_launches(shape, H200, UNPACKED)
-    fine, coarse = access_trace(shape, launches), access_trace(shape, launches, 2000)
+    fine, coarse = access_trace(shape, launches, 132), access_trace(shape, launches, 132, 2000)
     assert len(coarse.names) < 0.5 * len(fine.names)
     assert coarse.asked_bytes == fine.asked_bytes
 
@@ -246,8 +247,9 @@ def test_roofline_by_hand():
 
 @pytest.mark.parametrize(("group", "counted"), [(2, 1.15), (4, 1.38), (8, 1.49)])
 def test_a_line_that_both_partitions_read_misses_in_each(group, counted):
-    """By hand 1 + (1 - 2^(1-n)) / 2 misses for each fetch with n reads; an H200 counted a little less, as some of the
-    reads never arrive (lookup misses over DRAM sectors, 64 × 4096, a program for each of n query heads)."""
+    """By hand 1 + (1 - 2^(1-n)) / 2 misses for each fetch with n reads, and one in the first wave of 264 programs, as
+    their n neighbours lie in one half; an H200 counted a little less, as some of the reads never arrive (lookup misses
+    over DRAM sectors, 64 × 4096, a program for each of n query heads)."""
     batch = BatchShape.decode(64, 4096)
     shape = AttentionShape(batch, num_heads=8 * group)
     one, two, real = (
@@ -255,7 +257,8 @@ def test_a_line_that_both_partitions_read_misses_in_each(group, counted):
         for known in (PLAIN, dataclasses.replace(PLAIN, partitions=2), None)
     )
     misses = [each.l2_read_bytes * (1 - each.counters.l2_hit_rate) / each.counters.dram_bytes for each in (one, two)]
-    assert misses == pytest.approx([1, 1 + (1 - 2 ** (1 - group)) / 2], rel=0.001)
+    later = 1 - 264 / (64 * 8 * group)
+    assert misses == pytest.approx([1, 1 + later * (1 - 2 ** (1 - group)) / 2], rel=0.005)
     assert one.counters.dram_bytes == two.counters.dram_bytes == real.counters.dram_bytes
     assert real.l2_read_bytes * (1 - real.counters.l2_hit_rate) / real.counters.dram_bytes == pytest.approx(
         counted, abs=0.08
@@ -273,19 +276,87 @@ def test_reads_that_arrive_as_counted_on_an_h200(name):
 
 
 def test_what_is_coalesced_by_hand():
-    """8 programs of 2 sequences, 2 KV heads, 2 query heads each, two tiles of 64: neighbours read the same tile."""
+    """Of 8 programs (2 sequences × 4 query heads) pairs read the same tile of a KV head, two tiles of 64 each, and both
+    sequences share it: on one SM each, all in one cluster, heads 0 1 4 5 and 2 3 6 7 read together."""
     shape = AttentionShape(BatchShape((128, 128), (1, 1), 128), num_heads=4, num_kv_heads=2, block_size=16)
     launches = build_launches(shape, H200, UNPACKED, programs_per_sm=1)
-    trace = access_trace(shape, launches)
+    trace = access_trace(shape, launches, 132)
     tile = 64 * 512
-    steps = [int(size) for size in trace.sizes / tile]
-    assert (len(trace.names), set(steps)) == (4, {1})
-    assert trace.readers.tolist() == [4] * 4
+    assert [int(size) for size in trace.sizes / tile] == [1] * 4
+    assert (trace.readers.tolist(), trace.clusters.tolist()) == ([4] * 4, [1] * 4)
     assert trace.asked_bytes == 16 * tile
-    assert trace.near_bytes == trace.first_bytes == 8 * tile
-    assert trace.drift_bytes == pytest.approx((6 + 6 / 2**0.5) * tile)
-    known = L2Calibration(coalesced_near=0.2, coalesced_first=0.1, coalesced_far=0.4)
-    expected = (0.3 * 8 + 0.4 * (6 + 6 / 2**0.5)) * tile
-    assert trace.coalesced_bytes(known) == pytest.approx(expected)
+    # The second of each pair follows its neighbour, the first of the second pair is elsewhere in the cluster.
+    parts = trace.repeats
+    assert [part.sum() / tile for part in (parts.next_to, parts.further, parts.same_cluster, parts.later)] == [
+        8,
+        0,
+        4,
+        0,
+    ]
+    known = L2Calibration(lockstep_next=2.0, lockstep_cluster=0.5, coalesced_row_power=1.5)
+    # Rows of two lines reach 2^-¼ as far; the second tile is read at age 2.
+    near, far = (sum(1 - math.exp(-reach / 2**0.25 / age**0.5) for age in (1, 2)) for reach in (2.0, 0.5))
+    assert trace.coalesced_bytes(known) == pytest.approx((4 * near + 2 * far) * tile, rel=0.01)
     found = simulate_attention(shape, H200, UNPACKED, calibration=known, programs_per_sm=1)
-    assert found.asked_bytes - found.l2_read_bytes == pytest.approx(expected)
+    assert found.asked_bytes - found.l2_read_bytes == pytest.approx(trace.coalesced_bytes(known))
+
+
+def trace_of(batch, variant=UNPACKED, **shape):
+    shape = AttentionShape(batch, **shape)
+    return access_trace(shape, build_launches(shape, H200, variant), H200.sm_count)
+
+
+def test_programs_of_later_waves_keep_no_step():
+    """264 run at once, 2 on each SM: of 2,048 only the first 264 start together."""
+    repeats = trace_of(BatchShape.decode(64, 4096)).repeats
+    at_once, later = (part.sum() for part in (repeats.next_to, repeats.later))
+    assert at_once / (at_once + later) == pytest.approx(264 / 2048, rel=0.02)
+
+
+@pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 1), ("fp8", 2)])
+def test_later_programs_of_8_bit_values_meet_twice_as_often(dtype, times):
+    shape = AttentionShape(BatchShape.decode(264, 4096), kv_cache_dtype=dtype)
+    launches = build_launches(shape, H200, UNPACKED)
+    trace = access_trace(shape, launches, H200.sm_count)
+    share = trace.repeats.later.sum() / (trace.asked_bytes - trace.sizes.sum())
+    assert share == pytest.approx(times * (1 - launches[0].slots / (264 * 32)), rel=0.02)
+
+
+def test_reads_of_different_clusters_do_not_meet():
+    """Two sequences on one prefix, 32 programs apart: other SMs, so nothing meets and both halves may miss."""
+    trace = trace_of(BatchShape.decode(2, 4096, 2048), "full", num_heads=8, num_kv_heads=2, head_dim=64, block_size=128)
+    assert sum(part.sum() for part in (trace.repeats.next_to, trace.repeats.further, trace.repeats.same_cluster)) == 0
+    assert set(trace.clusters.tolist()) == {1, 2}
+
+
+def test_short_rows_and_full_sms_and_8_bit_values_lose_step_sooner():
+    """16-bit rows of a line, then two lines, 8-bit values, and half a line."""
+    known = L2Calibration(lockstep_next=1.0, coalesced_row_power=1.0)
+
+    def met(batch=6, **shape):
+        trace = trace_of(BatchShape.decode(batch, 9415), num_heads=8, num_kv_heads=2, block_size=128, **shape)
+        return trace.coalesced_bytes(known) / trace.repeats.next_to.sum()
+
+    line = met(head_dim=64)
+    assert met(head_dim=128) == pytest.approx(line / 2**0.25, rel=0.1)
+    assert met(head_dim=128, kv_cache_dtype="fp8") < 0.8 * line
+    assert met(head_dim=64, kv_cache_dtype="fp8") < 0.7 * met(head_dim=128, kv_cache_dtype="fp8")
+
+
+def test_a_short_wave_whose_reads_meet_has_hardly_a_hit():
+    """6 × 9,415 with a program for each of 4 query heads: an H200 counted 97 to 99 % of the repeats away before the L2,
+    while 264 sequences of 4,096, in four waves, kept 60 % hits."""
+    few, many = (
+        hit(
+            BatchShape.decode(*lens),
+            UNPACKED,
+            calibration=None,
+            num_heads=8,
+            num_kv_heads=2,
+            head_dim=64,
+            block_size=128,
+        ).l2_hit_rate
+        for lens in ((6, 9415), (264, 4096))
+    )
+    assert few < 0.12
+    assert many == pytest.approx(0.60, abs=0.05)

@@ -27,7 +27,7 @@ def test_the_grid_covers_what_was_promised():
     assert len(grid) >= 60
     assert len({point.name for point in grid}) == len(grid)
     assert {shape.block_size for shape in shapes} == {8, 16, 32, 64, 128, 256}
-    assert {shape.group for shape in shapes} == {1, 2, 4, 8}
+    assert {shape.group for shape in shapes} == {1, 2, 4, 8, 16}
     assert {1, 256} <= {len(shape.batch.context_lens) for shape in shapes}
     assert {shape.kv_cache_dtype for shape in shapes} == {"bfloat16", "fp8"}
     shares = {shape.batch.shared_prefix_tokens / shape.batch.context_lens[0] for shape in shapes}
@@ -123,7 +123,7 @@ def test_ncu_counts_all_its_points_in_one_process(monkeypatch):
     def run(command, metrics, kernel, card_uuid):
         assert card_uuid == "GPU-second"
         assert [json.loads(job)["variant"] for job in command[3:]] == ["full", UNPACKED]
-        values = [1e9 if launch % 6 == 0 else 100.0 * (1 + launch // 6) for launch in range(12)]
+        values = [1e9 if launch % 9 == 0 else 100.0 * (1 + launch // 9) for launch in range(18)]
         return tuple(
             NcuKernel(index, "k", dict(zip(metrics, (value, value / 2, value, 1.0), strict=True)))
             for index, value in enumerate(values)
@@ -134,7 +134,7 @@ def test_ncu_counts_all_its_points_in_one_process(monkeypatch):
     assert why_not == ""
     assert [found[name].dram_bytes for name in names] == [100.0, 200.0]
     monkeypatch.setattr(validate_l2, "run_ncu", lambda *_, **__: ())
-    assert validate_l2.count_with_ncu(card, names) == ({}, "ncu saw 0 launches (would work: 6 of each point)")
+    assert validate_l2.count_with_ncu(card, names) == ({}, "ncu saw 0 launches (would work: 9 of each point)")
 
 
 def test_what_was_counted_on_an_h200_is_still_what_is_simulated():
