@@ -130,8 +130,8 @@ def plan(
         return
     warn_of_no_card(gpu, found)
     show_plan(found)
-    for name, value in at_once.items():
-        out(f"{name.replace('_', ' ')}: {shown.count(value)}")
+    for value in at_once.values():
+        out(f"requests of {workload} at once, by their own lengths: {shown.count(value)}")
 
 
 def requests_at_once(found: MemoryPlan, workload: str) -> dict[str, int]:

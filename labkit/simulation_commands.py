@@ -62,7 +62,7 @@ def simulate_command(
         sys.stdout.write(to_json(record) + "\n")
     else:
         show_record(record)
-        if record.counters is not None:
+        if record.counters is not None and not spec.is_embedding:
             out(l2_sentence(record.counters))
         show_notes(record.plan)
         out(record.note)

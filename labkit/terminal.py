@@ -214,11 +214,15 @@ def show_record(record: RunRecord) -> None:
         out(f"  why: {record.error}")
     if not summary.num_requests:
         return
-    out(
-        f"  {shown.rate(summary.output_tokens_per_s)} output, {summary.num_finished} of {summary.num_requests} requests"
-    )
+    served = f"{summary.num_finished} of {summary.num_requests} requests"
+    latencies = {"time to first token": summary.ttft_s, "between tokens": summary.inter_token_s}
+    if record.model.is_embedding:
+        out(f"  {shown.rate(summary.requests_per_s, 'req/s')}, {served}")
+        latencies = {"whole request": summary.e2e_s}
+    else:
+        out(f"  {shown.rate(summary.output_tokens_per_s)} output, {served}")
     show_refused(record)
-    for title, times in (("time to first token", summary.ttft_s), ("between tokens", summary.inter_token_s)):
+    for title, times in latencies.items():
         if times is not None:
             out(f"  {title}: p50 {shown.duration(times.p50)}, p95 {shown.duration(times.p95)}")
     if record.measured is None:

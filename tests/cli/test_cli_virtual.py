@@ -115,3 +115,18 @@ def test_ctrl_c_ends_a_sweep_and_shows_what_was_done(monkeypatch):
     found = run(*SWEEP, "--sweep", "max_num_seqs=1,8")
     assert found.exit_code == 130
     assert "1 of 1 combinations are served" in found.stdout
+
+
+def test_embeddings_are_counted_in_requests():
+    found = run("simulate", "--preset", "embedding", "--model", "Qwen/Qwen3-Embedding-0.6B", "--gpu", "A10",
+                "--limit", "5")  # fmt: skip
+    assert "req/s, 5 of 5 requests" in found.output
+    assert "whole request: p50" in found.output
+    assert "tok/s" not in found.output
+    assert "decode" not in found.output, "no step of it decodes"
+
+
+def test_a_plan_says_how_many_requests_of_a_trace_it_holds():
+    found = run("plan", "--model", "Qwen/Qwen3-8B", "--gpu", "L40S", "--max-model-len", "8192", "--workload",
+                "azure-2023-conv")  # fmt: skip
+    assert "requests of azure-2023-conv at once, by their own lengths: " in found.output
