@@ -12,7 +12,7 @@ from labkit.measure.counters import Replay
 
 KERNELS = "regex:_decode_kernel|_prefill_kernel"
 # The first one warms up.
-NUM_LAUNCHES = 9
+NUM_LAUNCHES = 13
 
 
 def replay_of(shape: AttentionShape, variant: str = "full", card_uuid: str | None = None) -> Replay:

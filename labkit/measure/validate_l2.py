@@ -30,7 +30,7 @@ from labkit.results import at_least, at_most, write_results
 from labkit.specs.gpu_spec import GpuSpec
 
 # Which reads of several SMs meet on their way to the L2 differs from launch to launch.
-REPEATS = 8
+REPEATS = 12
 
 
 def simulation_time_s(gpu: GpuSpec) -> float:

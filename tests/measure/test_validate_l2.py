@@ -123,7 +123,7 @@ def test_ncu_counts_all_its_points_in_one_process(monkeypatch):
     def run(command, metrics, kernel, card_uuid):
         assert card_uuid == "GPU-second"
         assert [json.loads(job)["variant"] for job in command[3:]] == ["full", UNPACKED]
-        values = [1e9 if launch % 9 == 0 else 100.0 * (1 + launch // 9) for launch in range(18)]
+        values = [1e9 if launch % 13 == 0 else 100.0 * (1 + launch // 13) for launch in range(26)]
         return tuple(
             NcuKernel(index, "k", dict(zip(metrics, (value, value / 2, value, 1.0), strict=True)))
             for index, value in enumerate(values)
@@ -134,7 +134,7 @@ def test_ncu_counts_all_its_points_in_one_process(monkeypatch):
     assert why_not == ""
     assert [found[name].dram_bytes for name in names] == [100.0, 200.0]
     monkeypatch.setattr(validate_l2, "run_ncu", lambda *_, **__: ())
-    assert validate_l2.count_with_ncu(card, names) == ({}, "ncu saw 0 launches (would work: 9 of each point)")
+    assert validate_l2.count_with_ncu(card, names) == ({}, "ncu saw 0 launches (would work: 13 of each point)")
 
 
 def test_what_was_counted_on_an_h200_is_still_what_is_simulated():
