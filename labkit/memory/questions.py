@@ -8,6 +8,7 @@ from typing import Any
 
 from labkit.errors import LabkitError, OutOfRangeError
 from labkit.format import count, memory
+from labkit.memory.division import split_weight_block
 from labkit.memory.kv_layout import KvGroup, KvLayout, PageKind
 from labkit.memory.logs.record import LogRecord
 from labkit.memory.planner import plan
@@ -132,13 +133,17 @@ def smallest_utilization(question: Question, *, sure: bool = False) -> float | N
 
 
 def cards_needed(question: Question) -> int | None:
-    """The smallest tensor-parallel size (a power of two that divides the heads) with verdict "fits"; None for none."""
-    heads = [layer.num_heads for layer in question.model.layers if layer.num_heads]
+    """The smallest tensor-parallel size, a power of two, that divides the model and has verdict "fits"; None for none."""
     for cards in CARD_COUNTS:
-        if all(number % cards == 0 for number in heads):
+        try:
             found = question.plan(tensor_parallel_size=cards)
-            if found.verdict == "fits":
-                return cards
+        except OutOfRangeError as error:
+            if error.knob != "tensor_parallel_size":
+                raise
+            continue
+        splits = question.engine == "vllm" and split_weight_block(question.model, found.config)
+        if found.verdict == "fits" and not splits:
+            return cards
     return None
 
 

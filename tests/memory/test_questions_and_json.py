@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from labkit.specs.engine_config import EngineConfig
 from labkit.specs.gpu_catalogue import catalogue_gpu
 from labkit.specs.gpu_spec import GpuSpec
 from labkit.specs.model_catalogue import catalogue_model
+from labkit.specs.model_spec import WeightFormat
 
 GIB = 2**30
 FIELDS = {
@@ -101,6 +103,18 @@ def test_names_of_quantised_copies(name, kind, weights_gib):
     question = question_for(name, "H100", {"max_model_len": 4096}, vllm="0.19.0")
     assert (question.model.weight_format.kind, question.model.name) == (kind, name)
     assert question.plan().breakdown.weights_bytes / GIB == pytest.approx(weights_gib, rel=0.015)
+
+
+def test_numbers_of_cards_that_cannot_share_the_model_are_skipped():
+    """An MLP of 11,001 columns on two cards; block-fp8 experts of 768 columns, whole blocks on 2 cards and not on 4."""
+    base = question_for("meta-llama/Llama-3.1-8B-Instruct", "T4", {"max_model_len": 4096})
+    odd = replace(base, model=base.model.replace(intermediate_size=11_001))
+    assert (cards_needed(base), cards_needed(odd)) == (2, None)
+    blocks = WeightFormat("fp8", 8, 128 * 128, scale_bytes=4, method="fp8")
+    moe = question_for("Qwen/Qwen3-30B-A3B", "T4", {"max_model_len": 4096})
+    split = replace(moe, model=moe.model.replace(weight_format=blocks))
+    assert cards_needed(split) is None
+    assert cards_needed(replace(split, config=split.config.replace(enable_expert_parallel=True))) == 4
 
 
 def test_effects_of_flags_are_what_the_changed_plan_says():
