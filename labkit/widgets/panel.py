@@ -418,7 +418,7 @@ class Panel(ipw.VBox):
 
     def show_settings(self) -> None:
         """The settings as text, ready to copy."""
-        self.run_bar.show_settings(self.text, getattr(self.session.workload, "steps", ()))
+        self.run_bar.show_settings(self.text, self.session.workload)
 
     @property
     def text(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from labkit.errors import LabkitError, OutOfRangeError
 from labkit.experiments.run import MAX_COUNTED_STEPS
 from labkit.figures import l2
 from labkit.measure.summary import summarize
+from labkit.specs.datasets import dataset_names
 from labkit.specs.engine_config import EngineConfig
 from labkit.specs.knob_text import parse_knob
 from labkit.text import plain
@@ -151,13 +152,14 @@ class RunBar:
             "The same settings for vLLM:", details=command, summary="command", copy=command, folded=False
         )
 
-    def show_settings(self, text: str, cuts: Sequence[str] = ()) -> None:
+    def show_settings(self, text: str, traffic: Any = None) -> None:
         """The settings as a command for a shell, which `Panel.from_text` takes as well.
 
         Args:
-            cuts: what was done to the traffic, which the command does not carry.
+            traffic: what runs; of it the command carries the name alone, and the line says what that lacks.
         """
-        without = f", the traffic without its cuts ({'; '.join(plain(cut, 80) for cut in cuts)})" if cuts else ""
+        lacks = _beyond_its_name(traffic)
+        without = f"; it lacks {' and '.join(lacks)}" if lacks else ""
         words = f"The panel as it stands, for a shell or Panel.from_text{without}:"
         self.command_line.say(words, details=text, summary="settings", copy=text, folded=False)
 
@@ -180,6 +182,13 @@ class RunBar:
         else:
             path = Path(path).resolve()
             self.command_line.say(f"Report written: {path}", copy=str(path))
+
+
+def _beyond_its_name(traffic: Any) -> list[str]:
+    """What the name of a traffic does not say: the folder of a file, and what was cut."""
+    name, cuts = getattr(traffic, "name", ""), getattr(traffic, "steps", ())
+    folder = [f"the folder of {plain(name, 60)}"] if name and name not in dataset_names() else []
+    return [*folder, *([f"the traffic's cuts ({'; '.join(plain(cut, 80) for cut in cuts)})"] if cuts else [])]
 
 
 def _numbers(outcome: Outcome) -> str:

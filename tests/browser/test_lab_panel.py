@@ -18,6 +18,7 @@ MEMORY_TOTAL = """() => {
 }"""
 CHART_POINTS = "() => document.querySelectorAll('.lk-plot')[1]?.data?.[0]?.x?.length || 0"
 FAKE = """
+from dataclasses import replace
 from tests.figures.samples import HOSTILE, sample_model, state_records
 from tests.widgets.fake_session import FakeSession
 from labkit.widgets import Panel
@@ -113,6 +114,12 @@ UNNAMED = """() => {
   const controls = panel.querySelectorAll('button, input, select, textarea, progress, [role=img]');
   return [...controls].filter((element) => !name(element)).map((element) => element.outerHTML.slice(0, 120));
 }"""
+CHOSEN_IN_VIEW = """() => {
+  const box = document.querySelector('.lk-runs .lk-scroll').getBoundingClientRect();
+  const row = document.querySelector('.lk-runs tbody tr:last-child');
+  const place = row.getBoundingClientRect();
+  return row.getAttribute('aria-selected') === 'true' && place.top >= box.top && place.bottom <= box.bottom + 1;
+}"""
 MODEBAR = "() => [...document.querySelectorAll('.lk-panel .modebar-btn')].map((one) => one.dataset.title)"
 SAID_GONE = """() => [...document.querySelectorAll('.lk-panel, .lk-panel *')]
   .map((element) => getComputedStyle(element, '::before'))
@@ -148,7 +155,8 @@ LOOKS = """() => {
 
 
 def test_widths_themes_names_and_hostile_text(chromium, fresh_lab):
-    call = "Panel(FakeSession(model=sample_model(HOSTILE), records=[r for r in state_records().values() if r]))"
+    records = "[replace(r, run_id=str(at)) for at, r in enumerate(state_records().values()) if r]"
+    call = f"Panel(FakeSession(model=sample_model(HOSTILE), records={records}))"
     watched = open_fake(chromium, fresh_lab, "looks.ipynb", call, height=1400)
     page = watched.page
     page.evaluate("() => globalThis.jupyterapp.shell.collapseLeft()")
@@ -165,12 +173,12 @@ def test_widths_themes_names_and_hostile_text(chromium, fresh_lab):
         page.wait_for_timeout(250)
     assert page.evaluate(UNNAMED) == []
     assert page.locator(".lk-panel img").count() == 0
-    tools = page.evaluate(
-        "() => [...document.querySelectorAll('.lk-panel .modebar-btn')].map((one) => one.dataset.title)"
-    )
-    assert set(tools) == {"Download plot as a PNG", "Reset axes"}
+    assert set(page.evaluate(MODEBAR)) == {"Download plot as a PNG", "Reset axes"}
     assert "<img src=x onerror=alert(1)>" in page.locator(".lk-answer .lk-heading").inner_text()
 
+    page.locator(".lk-runs tbody tr").last.click()
+    page.wait_for_timeout(300)
+    assert page.evaluate(CHOSEN_IN_VIEW), "a click must not scroll the chosen row away"
     page.locator(".lk-runs tbody tr").first.click()
     page.locator(".lk-panel .jupyter-button").filter(has_text="Pin as baseline").click()
     page.locator(".lk-runs tr.lk-pinned").first.wait_for(timeout=10_000)

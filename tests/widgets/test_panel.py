@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -416,6 +417,11 @@ def test_settings_as_text_make_the_same_panel(make_panel):
     again = Panel.from_text(FakeSession(), panel.run_bar.command_line.copy)
     again.settle()
     assert again.config == panel.config
+    # The sample's traffic is no trace of labkit, and has no cuts.
+    assert "it lacks the folder of azure-conv:" in panel.run_bar.command_line.text
+    panel.session.workload = SimpleNamespace(name="azure-2023-conv", steps=("the first 12 requests",))
+    panel.show_settings()
+    assert "it lacks the traffic's cuts (the first 12 requests):" in panel.run_bar.command_line.text
 
 
 def test_the_chosen_run_is_compared_with_the_baseline(make_panel):

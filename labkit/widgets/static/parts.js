@@ -255,6 +255,17 @@ function renderTable({ model, el }) {
     return made;
   };
 
+  // The chosen row inside the table's own box; the page stays where it is.
+  let inView = -1;
+  const bringIntoView = (scroll) => {
+    const row = scroll.querySelector('tr[aria-selected="true"]')?.getBoundingClientRect();
+    if (!row) return;
+    const box = scroll.getBoundingClientRect();
+    const top = box.top + scroll.querySelector("thead").offsetHeight;
+    if (row.top < top) scroll.scrollTop -= top - row.top;
+    else if (row.bottom > box.bottom) scroll.scrollTop += row.bottom - box.bottom;
+  };
+
   const draw = () => {
     el.hidden = false;
     if (!model.get("rows").length) {
@@ -265,6 +276,7 @@ function renderTable({ model, el }) {
     const table = node("table");
     if (model.get("caption")) table.append(node("caption", "", model.get("caption")));
     table.append(head(), body());
+    const before = el.querySelector(".lk-scroll")?.scrollTop || 0;
     const scroll = node("div", "lk-scroll");
     scroll.append(table);
     if (model.get("folded")) {
@@ -274,6 +286,9 @@ function renderTable({ model, el }) {
       folded.append(node("summary", "", model.get("folded")), scroll);
       el.replaceChildren(folded);
     } else el.replaceChildren(scroll);
+    scroll.scrollTop = before;
+    if (model.get("selected") !== inView) bringIntoView(scroll);
+    inView = model.get("selected");
     if (hadFocus) el.querySelector('tr[aria-selected="true"]')?.focus({ preventScroll: true });
     hadFocus = false;
   };
