@@ -20,6 +20,8 @@ from labkit.specs.engine_config import EngineConfig
 WORTH_SHARE = 0.005
 # The same for speed: two simulated runs that differ by less are not told apart by real ones.
 WORTH_SPEED_SHARE, WORTH_P99_SHARE = 0.02, 0.05
+# Settings whose rates are this far apart are put in the right order nearly always; a smaller gain outranks no p99.
+RANKED_SPEED_SHARE = 0.05
 # A shorter p99 may cost so much of the rate.
 COSTS_SHARE = 0.1
 # Less than this is shown as no percent at all.
@@ -140,8 +142,9 @@ def _has_run(record: RunRecord | None) -> bool:
 
 def _order(item: Advice) -> tuple[Any, ...]:
     rate_share, p99 = item.rate_share or 0.0, item.p99_share
-    rate_gain = -round(rate_share, 2) if abs(rate_share) >= WORTH_SPEED_SHARE else 0.0
-    gain = (rate_gain, p99 if rate_gain or p99 <= -WORTH_P99_SHARE else 0.0)
+    rate_gain = -round(rate_share, 2) if abs(rate_share) >= RANKED_SPEED_SHARE else 0.0
+    small_gain = -round(rate_share, 2) if abs(rate_share) >= WORTH_SPEED_SHARE else 0.0
+    gain = (rate_gain, p99 if rate_gain or p99 <= -WORTH_P99_SHARE else 0.0, small_gain)
     # Of cures, those that are sure come first and those that need another card last.
     needs_cards = item.cures and "tensor_parallel_size" in item.changes
     is_sure = item.plan.verdict == "fits" or not item.cures

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from samples import sample_gpu, sample_plan, sample_record
 
 import labkit
 from labkit.advice import advise, binding_limit, headline, recommend
-from labkit.advice.advise import leads_with
+from labkit.advice.advise import _order, leads_with
 from labkit.advice.cures import cures
 from labkit.advice.limit import requests_at_once, tokens_per_request
 from labkit.errors import OutOfRangeError
@@ -237,3 +238,26 @@ def test_a_cure_that_needs_another_card_comes_after_those_that_do_not():
     assert "tensor_parallel_size" not in cures[0].changes
     sure = [advice.plan.verdict == "fits" for advice in cures[:-1]]
     assert sure == sorted(sure, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("rate", "first"), [(1030.0, "shorter wait"), (1060.0, "more rate")], ids=["not told apart", "told apart"]
+)
+def test_a_rate_that_a_simulation_does_not_tell_apart_outranks_no_shorter_wait(rate, first):
+    plan = plan_of(max_model_len=8192)
+    room = {"fp8-kv": 2.0, "step-tokens": 1.0}
+    speeds = {"fp8-kv": (rate, 0.4), "step-tokens": (990.0, 0.2)}
+
+    def speed(rate, wait_s):
+        return SimpleNamespace(
+            rate=rate, unit="tok/s", basis="simulated", ttft_p99_s=None, inter_token_p99_s=wait_s
+        )  # fmt: skip
+
+    sample = advise(plan, what_if)[0]
+    both = [
+        dataclasses.replace(sample, rule=rule, cures=False, gain_share=room[rule], before=speed(1000.0, 0.4),
+                            after=speed(*speeds[rule]))
+        for rule in room
+    ]  # fmt: skip
+    ranked = sorted(both, key=_order)
+    assert ranked[0].rule == {"shorter wait": "step-tokens", "more rate": "fp8-kv"}[first]
