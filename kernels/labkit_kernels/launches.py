@@ -88,20 +88,15 @@ class Launches:
 def _facts(parts: tuple[Part, ...], settings: tuple) -> tuple[tuple, list[int]]:
     """How a call looks, and the addresses of its pointers."""
     looks, addresses = [*settings], []
-    look_like, at = looks.append, addresses.append
     for part in parts:
         if part is None:
-            look_like(None)
-            at(0)
+            looks.append(None)
+            addresses.append(0)
         elif isinstance(part, torch.Tensor):
-            # As `look`, without taking the address once more and a tuple for each: a step asks a thousand times.
+            # As `look`, which would take the address once more.
             address = part.data_ptr()
-            at(address)
-            look_like(part.dtype)
-            look_like(part.shape)
-            look_like(part.stride())
-            look_like(address % ALIGNMENT_BYTES)
-            look_like(part.get_device())
+            looks.append((part.dtype, part.shape, part.stride(), address % ALIGNMENT_BYTES, part.get_device()))
+            addresses.append(address)
         else:
             looks += part.looks
             addresses += part.addresses
