@@ -133,7 +133,7 @@ def smallest_utilization(question: Question, *, sure: bool = False) -> float | N
 
 
 def cards_needed(question: Question) -> int | None:
-    """The smallest tensor-parallel size, a power of two, that divides the model and has verdict "fits"; None for none."""
+    """The smallest power of two of cards that can divide the model and have verdict "fits"; None for none."""
     for cards in CARD_COUNTS:
         try:
             found = question.plan(tensor_parallel_size=cards)
