@@ -60,11 +60,18 @@ def runs_command(
 def _list(store: RunStore, limit: int, trash: bool) -> None:
     entries = store.list_runs(trashed=trash)[:limit]
     rows = [
-        [entry.run_id, entry.name, entry.created, entry.status, entry.record.model.name, entry.record.gpu.name]
+        [
+            entry.run_id,
+            entry.name,
+            entry.created[:16].replace("T", " "),
+            entry.status,
+            entry.record.model.name,
+            entry.record.gpu.name,
+        ]
         for entry in entries
     ]
     where = f"the trash of {store.location}" if trash else store.location
-    show_table(f"{len(rows)} runs in {where}", ["id", "name", "made", "status", "model", "GPU"], rows, whole=["id"])
+    show_table(f"{_runs(len(rows))} in {where}", ["id", "name", "made", "status", "model", "GPU"], rows, whole=["id"])
     for sentence in () if trash else store.unreadable():
         out(f"note: {sentence}")
 
@@ -74,8 +81,11 @@ def _empty_trash(store: RunStore, yes: bool) -> None:
     if num_runs == 0:
         out(f"The trash of {store.location} is empty.")
         return
-    runs = f"{count(num_runs)} run{'s' * (num_runs != 1)}"
     if not yes:
-        typer.confirm(f"Remove {runs} of {store.location} for good?", abort=True)
+        typer.confirm(f"Remove {_runs(num_runs)} of {store.location} for good?", abort=True)
     store.empty_trash()
-    out(f"{runs} removed")
+    out(f"{_runs(num_runs)} removed")
+
+
+def _runs(number: int) -> str:
+    return f"{count(number)} run{'s' * (number != 1)}"

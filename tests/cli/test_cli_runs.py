@@ -35,7 +35,7 @@ def store(tmp_path) -> str:
 
 def test_runs_are_listed_with_id_and_status(store):
     listed = run("runs", "--store", store).stdout
-    assert "1 runs in" in listed
+    assert "1 run in" in listed
     assert RECORD.run_id[:10] in listed
     assert "finished" in listed
     assert "\x1b" not in listed
@@ -62,9 +62,9 @@ def test_parquet_files_hold_every_row(store, tmp_path):
 def test_a_deleted_run_is_in_the_trash_until_that_is_emptied(store):
     assert "in the trash" in run("runs", "--store", store, "--delete", RECORD.run_id).stdout
     assert "0 runs in" in run("runs", "--store", store).stdout
-    assert "1 runs in the trash of" in run("runs", "--store", store, "--trash").stdout.replace("\n", " ")
+    assert "1 run in the trash of" in run("runs", "--store", store, "--trash").stdout.replace("\n", " ")
     run("runs", "--store", store, "--restore", RECORD.run_id)
-    assert "1 runs in" in run("runs", "--store", store).stdout
+    assert "1 run in" in run("runs", "--store", store).stdout
     assert "is empty" in run("runs", "--store", store, "--empty-trash").stdout.replace("\n", " ")
     run("runs", "--store", store, "--delete", RECORD.run_id)
     asked = CliRunner().invoke(cli.app, ["runs", "--store", store, "--empty-trash"], input="n\n")
