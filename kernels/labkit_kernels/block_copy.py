@@ -19,7 +19,7 @@ WORD_BYTES = 4
 WORDS_OF_STEP = 2048
 # Each takes a multiprocessor from what runs beside a swap. Writes to the host need few in flight to fill the bus; reads
 # need as many as pass while it answers one.
-SWAP_OUT_PROGRAMS, SWAP_IN_PROGRAMS = 4, 64
+SWAP_OUT_PROGRAMS, SWAP_IN_PROGRAMS = 4, 16
 ALIGNMENT_BYTES = 16
 
 
