@@ -251,6 +251,28 @@ def test_steps_with_prompts_replay_graphs_too(decoders):
     assert any(shape.num_tokens < 128 for shape in replayed if shape.num_prompts)
 
 
+def test_many_short_prompts_at_once_replay_a_larger_graph(decoders):
+    """48 prompts of 2 or 3 tokens: a step of 120, whose own graph of 128 has 16 places, runs in that of 384."""
+    decoder, rng = decoders["float32"], random.Random(5)
+    asked = [
+        EngineRequest(
+            index, tuple(rng.randrange(1, 4099) for _ in range(2 + index % 2)),
+            SamplingParams(max_tokens=20, ignore_eos=True),
+        )
+        for index in range(48)
+    ]  # fmt: skip
+    engine, replayed = make_engine(decoder, max_num_seqs=64, max_num_batched_tokens=512), []
+    graphs = engine.executor._allocated.graphs
+    replay = graphs.replay
+    graphs.replay = lambda shape: replayed.append(shape) or replay(shape)
+    outputs, _ = drain(engine, asked)
+    engine.close()
+    assert [shape.num_tokens for shape in replayed if shape.num_prompts] == [384]
+    below = gaps(decoder, asked, outputs)
+    assert float(below.max()) <= NEAR_TIE["float32"]
+    assert float((below == 0).float().mean()) > 0.97
+
+
 def test_a_prompt_seen_before_takes_its_blocks(decoders):
     """The second round computes only the last block of each prompt and gives the same tokens."""
     engine = make_engine(decoders["float32"])
