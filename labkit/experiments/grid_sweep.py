@@ -83,7 +83,7 @@ def sweep(
     start = time.monotonic()
     for count, point in enumerate(left):
         if on_event is not None:
-            on_event(_progress(count, len(left), time.monotonic() - start))
+            on_event(sweep_progress("sweep", count, len(left), time.monotonic() - start))
         record = _run_point(session, study, point, {name: list(values) for name, values in grid.items()}, on_event,
                             run_settings)  # fmt: skip
         if record is not None:
@@ -93,16 +93,13 @@ def sweep(
     return tuple(records), study
 
 
-def _progress(done: int, total: int, elapsed_s: float) -> dict[str, Any]:
+def sweep_progress(phase: str, done: int, total: int, elapsed_s: float) -> dict[str, Any]:
+    """The "progress" event of a sweep that has done so many of its runs."""
+    left_s = elapsed_s / done * (total - done) if done else None
     return {
-        "type": "progress",
-        "phase": "sweep",
-        "done": done,
-        "total": total,
-        "unit": "runs",
-        "elapsed_s": elapsed_s,
-        "remaining_s": elapsed_s / done * (total - done) if done else None,
-    }
+        "type": "progress", "phase": phase, "done": done, "total": total, "unit": "runs", "elapsed_s": elapsed_s,
+        "remaining_s": left_s,
+    }  # fmt: skip
 
 
 def _left_to_do(study: optuna.Study, points: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -14,10 +15,14 @@ from labkit.text import plain
 
 def kept_elsewhere(refusal: StoreError, record: RunRecord) -> StoreError:
     """The refusal with where the run is now: in the folder for temporary files, or in the session's memory alone."""
+    folder = None
     try:
-        path = Path(tempfile.mkdtemp(prefix="labkit-run-")) / STORE_NAME
+        folder = Path(tempfile.mkdtemp(prefix="labkit-run-"))
+        path = folder / STORE_NAME
         RunStore(path).save(record)
     except (StoreError, OSError) as error:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         return StoreError(
             f"{refusal.message}; the run is {record.status} and nowhere but in this session's records(), since the "
             f"folder for temporary files took it neither: {plain(error, 200)}",

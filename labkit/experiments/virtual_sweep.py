@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from labkit.errors import DoesNotFitError
-from labkit.experiments.grid_sweep import grid_points
+from labkit.experiments.grid_sweep import grid_points, sweep_progress
 from labkit.experiments.session_simulate import simulate_session
 from labkit.experiments.virtual_run import IsCancelled, simulate
 from labkit.experiments.worker import OnEvent
@@ -92,17 +92,9 @@ def _each(
     for number, point in enumerate(points, 1):
         if is_cancelled():
             break
-        on_event(_progress(done, len(points), time.monotonic() - start))
+        on_event(sweep_progress("simulate", done, len(points), time.monotonic() - start))
         record = run(point, number)
         done = number
         if record is not None:
             yield record
-    on_event(_progress(done, len(points), time.monotonic() - start))
-
-
-def _progress(done: int, total: int, elapsed_s: float) -> dict[str, Any]:
-    left_s = elapsed_s / done * (total - done) if done else None
-    return {
-        "type": "progress", "phase": "simulate", "done": done, "total": total, "unit": "runs", "elapsed_s": elapsed_s,
-        "remaining_s": left_s,
-    }  # fmt: skip
+    on_event(sweep_progress("simulate", done, len(points), time.monotonic() - start))

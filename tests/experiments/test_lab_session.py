@@ -231,10 +231,11 @@ def test_store_that_is_locked_during_the_run_loses_nothing(session, monkeypatch)
     assert session.store.get(record.run_id) == record
 
 
-def test_store_that_refuses_the_end_says_so_and_the_record_stays(session, monkeypatch):
+def test_store_that_refuses_the_end_says_so_and_the_record_stays(session, monkeypatch, tmp_path):
     def refuse(*_):
         raise StoreError("the disk is full", works="freeing space")
 
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("labkit.experiments.store.RunWriter.finish", refuse)
     with pytest.raises(StoreError, match="disk is full"):
         session.run()
@@ -278,6 +279,11 @@ def test_where_not_even_temporary_files_have_room_the_error_says_that_memory_is_
         session.run()
     assert caught.value.works.startswith("session.save(record)")
     assert session.records()[0].status == "finished"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("labkit.experiments.store.RunStore.save", refuse)
+    with pytest.raises(StoreError, match="nowhere but"):
+        session.run()
+    assert not list(tmp_path.glob("labkit-run-*")), "what could not be kept leaves nothing behind"
 
 
 def test_close_twice(session):
