@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
+# One more than cores: tests wait for browsers and workers a quarter of their time.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(8, (os.cpu_count() or 1) + 1))")
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 # Jupyter refuses root without it, and in a container the user is root.
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
@@ -20,7 +22,7 @@ test: chromium
 	$(MAKE) -j2 --output-sync=line lint tests
 
 tests:
-	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake --nbmake-timeout=300 tests notebooks
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --nbmake --nbmake-timeout=300 tests notebooks
 
 lint:
 	@$(PYTHON) tools/bootstrap.py --tests
