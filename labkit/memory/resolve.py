@@ -16,6 +16,9 @@ GIB = 2**30
 # What labkit's engine stores on a CPU; vLLM's other KV formats are refused by name.
 LABKIT_KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head")
 LABKIT_CPU_SEQS, LABKIT_CPU_TOKENS = 32, 512
+# From here on vLLM bounds a default by what other knobs allow: tokens by requests of max_model_len, requests by the
+# stated tokens (`_set_default_max_num_seqs_and_batched_tokens_args` of its engine arguments).
+BOUNDED_DEFAULTS_SINCE = (0, 11, 0)
 
 
 def is_large_card(gpu: GpuSpec) -> bool:
@@ -41,10 +44,13 @@ def resolve_config(model: ModelSpec, gpu: GpuSpec, config: EngineConfig, rules: 
         _check_kv_dtype(config)
     else:
         check_division(model, config)
-        seqs = config.max_num_seqs or _default_seqs(gpu, rules)
+        seqs = config.max_num_seqs or _default_seqs(gpu, rules, config.max_num_batched_tokens)
         tokens = config.max_num_batched_tokens or _default_tokens(gpu, rules, config, max_model_len, seqs)
     if not config.enable_chunked_prefill and config.max_num_batched_tokens is None:
         tokens = max(tokens, max_model_len)
+    if rules is not None and rules.version >= BOUNDED_DEFAULTS_SINCE and config.max_num_batched_tokens is None:
+        tokens = min(tokens, seqs * max_model_len)
+        seqs = config.max_num_seqs or min(seqs, tokens)
     _check_tokens(config, max_model_len, seqs, tokens)
     return config.replace(max_model_len=max_model_len, max_num_seqs=seqs, max_num_batched_tokens=tokens)
 
@@ -94,8 +100,11 @@ def _check_tokens(config: EngineConfig, max_model_len: int, seqs: int, tokens: i
         )
 
 
-def _default_seqs(gpu: GpuSpec, rules: VersionRules) -> int:
-    return 1024 if rules.engine == "V1" and is_large_card(gpu) else 256
+def _default_seqs(gpu: GpuSpec, rules: VersionRules, max_num_batched_tokens: int | None) -> int:
+    """The card's default, at most as many as a stated number of tokens allows."""
+    seqs = 1024 if rules.engine == "V1" and is_large_card(gpu) else 256
+    is_bounded = rules.version >= BOUNDED_DEFAULTS_SINCE and max_num_batched_tokens is not None
+    return min(seqs, max_num_batched_tokens or seqs) if is_bounded else seqs
 
 
 def _default_tokens(gpu: GpuSpec, rules: VersionRules, config: EngineConfig, max_model_len: int, seqs: int) -> int:

@@ -201,3 +201,27 @@ def test_sparse_attention_has_an_fp8_format_of_its_own():
     got = plan(model, H100, EngineConfig(block_size=64), engine="vllm")
     # 656 bytes of latent and 132 of the indexer's key (128 fp8 and a scale) for each token and layer.
     assert got.block_bytes == 61 * 64 * (656 + 132)
+
+
+@pytest.mark.parametrize(
+    ("version", "knobs", "seqs", "tokens"),
+    [
+        ("0.33.0", {"max_num_batched_tokens": 512}, 512, 512),  # 1,024 requests are the card's default
+        ("0.33.0", {"max_num_batched_tokens": 4096}, 1024, 4096),
+        ("0.33.0", {"max_num_seqs": 1, "max_model_len": 4096}, 1, 4096),  # 8,192 tokens are
+        ("0.33.0", {"max_num_seqs": 4, "max_model_len": 4096}, 4, 8192),
+        ("0.33.0", {"max_num_seqs": 1, "max_model_len": 1}, 1, 1),
+        ("0.33.0", {"max_num_seqs": 1, "enable_chunked_prefill": False}, 1, 40960),
+        ("0.10.0", {"max_num_seqs": 1, "max_model_len": 4096}, 1, 8192),
+    ],
+)
+def test_defaults_are_bounded_by_what_the_other_knobs_allow(version, knobs, seqs, tokens):
+    """`min(max_num_seqs · max_model_len, default)` tokens, and requests up to a stated number of tokens."""
+    found = plan(catalogue_model("Qwen/Qwen3-8B"), H100, EngineConfig(**knobs), engine="vllm", engine_version=version)
+    assert (found.config.max_num_seqs, found.config.max_num_batched_tokens) == (seqs, tokens)
+
+
+def test_fewer_tokens_than_the_default_of_requests_were_refused_before():
+    config = EngineConfig(max_num_batched_tokens=512)
+    with pytest.raises(OutOfRangeError, match="max_num_batched_tokens"):
+        plan(catalogue_model("Qwen/Qwen3-8B"), H100, config, engine="vllm", engine_version="0.10.0")
