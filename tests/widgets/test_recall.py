@@ -44,6 +44,9 @@ def test_a_new_session_recalls_runs_of_its_model_and_card(store):
             session.recall(["nowhere"])
     with labkit.Session("Qwen/Qwen3-8B", "A10", store=store) as session:
         assert session.recall(found[0].run_id) == found[:1]
+    with labkit.Session("Qwen/Qwen3-8B", "A10", store=store) as session:
+        assert session.recall(limit=1) == found[1:], "the newest"
+        assert session.recall(limit=1) == found[:1], "then the one before"
 
 
 def test_the_button_brings_them_into_the_table(store):
