@@ -25,6 +25,14 @@ HIGHEST_UTILIZATION = 0.95
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 # vLLM's knobs of drafts and their acceptance, from 0.6 to 0.33.
 _SPECULATIVE = re.compile(r"spec(ulative|_decod|_method|_model|_tokens)|ngram_prompt|num_lookahead|typical_acceptance")
+# vLLM's other knobs that move memory, and what each would need to be planned.
+_UNPLANNED = {
+    "cpu_offload_gb": "weights in host memory", "kv_offloading_size": "KV in host memory",
+    "kv_offloading_backend": "KV in host memory", "enable_lora": "adapters", "max_loras": "adapters",
+    "max_lora_rank": "adapters", "max_cpu_loras": "adapters",
+    "decode_context_parallel_size": "KV cut along the context", "limit_mm_per_prompt": "images of a prompt",
+    "prefill_context_parallel_size": "prompts cut along the context", "enable_dbo": "two batches at once",
+}  # fmt: skip
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)\s*%")
 
 
@@ -122,7 +130,7 @@ class EngineConfig:
 
     Raises:
         UnknownNameError: a keyword that is no knob; it names the nearest.
-        UnsupportedError: one of vLLM's knobs of speculative decoding.
+        UnsupportedError: one of vLLM's knobs of speculative decoding, or another that moves memory and is not planned.
         OutOfRangeError: a value outside the knob's range; it names the range.
     """
 
@@ -310,6 +318,11 @@ class EngineConfig:
                         works="leaving it out, or adding vLLM's flag to the exported command",
                         knob=plain(name, 80),
                     )
+                if name in _UNPLANNED:
+                    raise UnsupportedError(
+                        f"labkit does not plan vLLM's {name}: {_UNPLANNED[name]}",
+                        works="leaving it out, or adding vLLM's flag to the exported command", knob=name,
+                    )  # fmt: skip
                 close = nearest(name, names)
                 hint = f"; did you mean {close}?" if close else ""
                 raise UnknownNameError(f"EngineConfig has no knob {plain(name, 80)!r}{hint}", works=close)

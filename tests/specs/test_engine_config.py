@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.errors import FileFormatError, LabkitError, OutOfRangeError, UnknownNameError
+from labkit.errors import FileFormatError, LabkitError, OutOfRangeError, UnknownNameError, UnsupportedError
 from labkit.specs import (
     EngineConfig,
     get_preset,
@@ -72,6 +72,22 @@ def test_names_of_variants(knobs, name):
 def test_name_says_when_a_knob_goes_back():
     baseline = EngineConfig(max_model_len=4096, enforce_eager=True)
     assert name_of(EngineConfig(), baseline) == "default length, graphs"
+
+
+@pytest.mark.parametrize(
+    ("knob", "says"),
+    [
+        ("cpu_offload_gb", "weights in host memory"),
+        ("max_loras", "adapters"),
+        ("num_speculative_tokens", "speculative"),
+    ],
+)
+def test_vllms_knobs_that_move_memory_and_are_not_planned_are_refused_by_name(knob, says):
+    """`cpu_offload_gb` is no misspelt `cpu_memory_gib`."""
+    with pytest.raises(UnsupportedError, match=says) as refused:
+        EngineConfig(**{knob: 10})
+    assert refused.value.knob == knob
+    assert "vLLM's flag" in refused.value.works
 
 
 def test_defaults_are_vllms():
