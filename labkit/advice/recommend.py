@@ -219,16 +219,16 @@ def _sentence(
 ) -> str:
     own, base = _mean(groups[_key(best.config)]), _mean(groups[_key(baseline.config)])
     if outcome == "one run":
-        return f"One configuration ran: {rate(own)}. There is nothing to compare it with yet."
+        return f"One configuration ran: {rate(own)}, {best.origin}. There is nothing to compare it with yet."
     if outcome == "no difference":
-        highest = max(map(_mean, groups.values()))
+        highest, all_of_them = max(map(_mean, groups.values())), f"{len(groups)} {best.origin} configurations"
         if highest == base:
-            found = f"the baseline's {rate(base)} is the best of {len(groups)} configurations"
+            found = f"the baseline's {rate(base)} is the best of {all_of_them}"
         else:
-            found = f"of {len(groups)} configurations the best gives {rate(highest)}, the baseline {rate(base)}"
+            found = f"of {all_of_them} the best gives {rate(highest)}, the baseline {rate(base)}"
         return f"No difference beyond the noise: {found} ({noise.sentence}). Keep the settings."
     changed = settings_words(baseline.config.differences(best.config))
-    return f"Set {changed}: {change(base, own, 'tok/s')} output over the baseline ({noise.sentence})."
+    return f"Set {changed}: {change(base, own, 'tok/s')} output over the baseline, {best.origin} ({noise.sentence})."
 
 
 def _gains(

@@ -51,7 +51,8 @@ def draw_step_roofline(info: StepRooflineInfo, theme: str = "light", narrow: boo
     """Left the roofline with decode steps and steps with prompts on it, right the shares of the steps' time."""
     if info.bound is None:
         return empty(theme, "no steps on a roofline")
-    figure = row_of_plots(theme, ("steps on the roofline", "where the steps' time goes"), narrow=narrow, spacing=0.12)
+    titles = tuple(f"{title}, {info.origin}" for title in ("steps on the roofline", "where the steps' time goes"))
+    figure = row_of_plots(theme, titles, narrow=narrow, spacing=0.12)
     _roof(figure, info.bound, theme, narrow)
     _points(figure, info.bound, theme, narrow)
     _shares(figure, info.bound, narrow)

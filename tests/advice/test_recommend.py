@@ -150,3 +150,11 @@ def test_a_recommendation_says_whose_speeds_it_rests_on_and_how_they_were_got():
     assert found.outcome == "change"
     assert any(reason.risk.startswith("Simulated on this workload") for reason in found.reasons)
     assert not any("easured" in reason.risk for reason in found.reasons)
+
+
+@pytest.mark.parametrize("origin", ["measured", "simulated"])
+def test_the_sentence_says_how_the_rates_were_got(origin):
+    made = run("a"), run("b", block_size=8), run("c", speed=1.5, block_size=32)
+    slow, equal, fast = (dataclasses.replace(record, origin=origin) for record in made)
+    for runs in ([slow], [slow, equal], [slow, fast]):
+        assert origin in recommend([], runs, what_if=sample_plan).sentence.split("(simulated runs repeat")[0]
