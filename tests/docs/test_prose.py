@@ -84,11 +84,6 @@ def rank_pools() -> list[str]:
     return [f"{' and '.join(f'{blocks:,}' for blocks in pools)} blocks, as planned"]
 
 
-def cpu_seconds() -> list[str]:
-    key = "1,000 requests of the Azure trace, 8B model on an H100, CPU seconds"
-    return [f"the code that takes {summary('simulation')[key]:.2f} here"]
-
-
 def public_runs() -> list[str]:
     rows = results("simulation")["rows"]
     models = [row for row in rows if row["check"] == "model left out"]
@@ -118,7 +113,6 @@ STATED: tuple[tuple[str, Callable[[], list[str]]], ...] = (
     ("docs/planner.md", pinned_parts),
     ("docs/planner.md", lambda: [f"{sum(counted_runs())} start-ups of real servers"]),
     ("docs/planner.md", lambda: ["{} start-ups of 0.19 on an H100 and {} of 0.25 on an H200".format(*counted_runs())]),
-    ("docs/virtual-gpu.md", cpu_seconds),
     ("docs/virtual-gpu.md", public_runs),
     ("docs/which-flags.md", lambda: [f"the first {MAX_REQUESTS} requests are simulated"]),
     ("docs/method.md", limits),

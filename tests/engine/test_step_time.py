@@ -192,7 +192,7 @@ def test_steps_run_padded_in_their_graphs_or_are_launched():
     assert seconds(2000, 1990) > 1.0 > seconds(1024, 1000)
     assert model.waits_for_host(4096)
     assert not StepTimeModel(
-        model.cost, model.gpu, constants.replace(eager_step_s=0.0, eager_layer_s=1e-6)
+        model.cost, model.gpu, constants.replace(eager_step_s=0.0, eager_layer_s=1e-6, eager_prompt_layer_s=0.0)
     ).waits_for_host(64)
 
 
