@@ -33,6 +33,7 @@ class RunEditor:
         self.pins: tuple[str, ...] = ()
         wide = {"description_width": "initial"}
         self.name = ipw.Text(description="name", continuous_update=False, style=wide)
+        self.name.add_class("lk-name")
         self.note = ipw.Text(description="note", continuous_update=False, style=wide)
         self.pin = ipw.Button(description="Pin on top")
         self.lock = ipw.Button(description="Lock")
