@@ -28,8 +28,9 @@ def runs_command(
     trash: Annotated[bool, typer.Option("--trash", help="List what is in the trash.")] = False,
     empty_trash: Annotated[bool, typer.Option("--empty-trash", help="Remove what is in the trash for good.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before that.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Read every run and say what is damaged.")] = False,
 ) -> None:
-    """List the runs of the store, newest first; export, delete or restore one; empty the trash."""
+    """List the runs of the store, newest first; export, delete or restore one; empty the trash; check them all."""
     from labkit.experiments import RunStore
     from labkit.experiments import export_parquet as write_parquet
     from labkit.experiments.export import to_json
@@ -53,6 +54,8 @@ def runs_command(
         out(f"{plain(restore, 80)} is back")
     elif empty_trash:
         _empty_trash(opened, yes)
+    elif check:
+        _check(opened)
     else:
         _list(opened, limit, trash)
 
@@ -85,6 +88,15 @@ def _empty_trash(store: RunStore, yes: bool) -> None:
         typer.confirm(f"Remove {_runs(num_runs)} of {store.location} for good?", abort=True)
     store.empty_trash()
     out(f"{_runs(num_runs)} removed")
+
+
+def _check(store: RunStore) -> None:
+    problems = store.check()
+    for problem in problems:
+        out(problem)
+    if problems:
+        raise typer.Exit(1)
+    out(f"all of {store.location} can be read")
 
 
 def _runs(number: int) -> str:

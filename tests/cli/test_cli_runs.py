@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import sqlite3
 
 import pandas as pd
 import pytest
@@ -73,6 +74,16 @@ def test_a_deleted_run_is_in_the_trash_until_that_is_emptied(store):
     assert run("runs", "--store", store, "--empty-trash", "--yes").stdout == "1 run removed\n"
     with contextlib.closing(RunStore(store)) as opened:
         assert opened.list_runs(trashed=True) == opened.list_runs() == ()
+
+
+def test_a_damaged_run_is_found_by_checking(store):
+    assert "can be read" in run("runs", "--store", store, "--check").stdout
+    with contextlib.closing(sqlite3.connect(store)) as database:
+        database.execute("UPDATE run_rows SET payload = '[[1' WHERE kind = 'step'")
+        database.commit()
+    checked = CliRunner().invoke(cli.app, ["runs", "--store", store, "--check"])
+    assert checked.exit_code == 1
+    assert f"run {RECORD.run_id} in" in checked.output.replace("\n", " ")
 
 
 def test_a_report_of_stored_runs(store, tmp_path):
