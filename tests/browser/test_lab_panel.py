@@ -199,6 +199,17 @@ def test_set_run_and_pin_by_keyboard_alone(chromium, fresh_lab):
     page.get_by_label("block_size in tokens").focus()
     page.keyboard.press("ArrowUp")
     page.wait_for_function("() => document.querySelector('[aria-label=\"block_size in tokens\"]').value === '32'")
+    # What was refused stays in the box, and the value of before, typed again, takes the error away.
+    box, error = page.get_by_label("block_size in tokens"), page.locator(".lk-knob-error").filter(has_text="'abc'")
+    box.fill("abc")
+    box.press("Tab")
+    error.wait_for(timeout=10_000)
+    assert box.input_value() == "abc"
+    box.fill("32")
+    box.press("Tab")
+    error.wait_for(state="detached", timeout=10_000)
+    assert box.input_value() == "32"
+    box.focus()
     for _ in range(40):
         page.keyboard.press("Shift+Tab")
         if page.evaluate(focus).strip() == "Run":

@@ -154,7 +154,6 @@ function renderKnob({ model, el }) {
   el.append(head, row, gains, error, text);
 
   const draw = () => {
-    if (input.value !== model.get("shown")) input.value = model.get("shown");
     note.textContent = model.get("default_text");
     gains.replaceChildren(...model.get("gains").map((line) => node("div", "", line)));
     error.textContent = model.get("error");
@@ -164,12 +163,15 @@ function renderKnob({ model, el }) {
     down.disabled = !model.get("can_step").down;
     up.disabled = !model.get("can_step").up;
   };
-  // A refused text stays in the box beside its error; any other message puts the value back.
-  const refused = () => { if (!model.get("error")) input.value = model.get("shown"); };
+  // A refused text stays in the box beside its error: typed again as it was, the value would be no change to the browser.
+  const put = () => { input.value = model.get("shown"); };
+  const accepted = () => { if (!model.get("error")) put(); };
   model.on("change", draw);
-  model.on("change:error", refused);
+  model.on("change:shown", put);
+  model.on("change:error", accepted);
+  put();
   draw();
-  return () => { model.off("change", draw); model.off("change:error", refused); };
+  return () => { model.off("change", draw); model.off("change:shown", put); model.off("change:error", accepted); };
 }
 
 /* table: a real table; rows can be chosen by click or by arrow keys */
