@@ -158,14 +158,16 @@ class Session(LabSession):
                 if entry.record.model.name == self.model.name and entry.record.gpu.name in cards
                 and entry.status != "running" and entry.run_id not in known
             ]  # fmt: skip
+            direction = -1
         else:
-            limit = len(run_ids)
+            limit, direction = len(run_ids), 1
         tell = on_event or (lambda event: warnings.warn(event["message"], stacklevel=3))
         readable = self.store.get_readable(
             (one for one in run_ids if one not in known),
             lambda damage: tell({"type": "log", "level": "warning", "message": damage}),
         )
-        found = sorted(islice(readable, limit), key=lambda run: run.created)
+        # Runs of one second stay as they are given, those of the store from the oldest on.
+        found = sorted([*islice(readable, limit)][::direction], key=lambda run: run.created)
         self._records[:0] = found
         return tuple(found)
 

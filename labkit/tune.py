@@ -155,20 +155,21 @@ def report_of_runs(
             on_event({"type": "log", "level": "warning", "message": sentence})
     if not found:
         raise StoreError(damaged[0], works="the other runs of the store")
-    records = sorted(found, key=lambda record: (record.created, record.run_id))
+    records = sorted(found, key=lambda record: record.created)
     plans = [record.plan for record in records]
     created = created or max(record.created for record in records)
     return write_report(out, records, plans, created=created, vllm_version=vllm_version)
 
 
 def _ids_of_the_newest(store: RunStore) -> list[str]:
+    """Ids of the newest run and of those with its model, card and traffic, oldest first."""
     stored = [run for run in store.list_runs() if run.status != "running"]
     if not stored:
         raise StoreError(f"there is no run in {store.location}", works="labkit run or labkit tune first")
     newest = stored[0].record
     return [
         run.run_id
-        for run in stored
+        for run in reversed(stored)
         if (run.record.model.name, run.record.gpu.name, run.record.workload)
         == (newest.model.name, newest.gpu.name, newest.workload)
     ]

@@ -198,7 +198,8 @@ class RunStore:
         return tuple(str(found) for found in self._listed(trashed=False) if isinstance(found, StoreError))
 
     def _listed(self, trashed: bool) -> Iterator[StoredRun | StoreError]:
-        query = sa.select(runs).order_by(runs.c.created.desc(), runs.c.run_id)
+        # Runs of one second are told apart by when they were last written to.
+        query = sa.select(runs).order_by(runs.c.created.desc(), runs.c.updated_at.desc(), runs.c.run_id)
         query = query.where(runs.c.trashed_at.is_not(None) if trashed else runs.c.trashed_at.is_(None))
         with self._reading("list the runs") as connection:
             rows = connection.execute(query).all()

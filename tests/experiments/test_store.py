@@ -59,6 +59,14 @@ def test_list_is_newest_first_and_carries_no_rows(store):
     assert listed[0].record.config == example_record().config
 
 
+def test_runs_of_one_second_are_listed_by_when_they_ended(store):
+    for run_id in ("b", "c", "a", "d"):
+        store.save(example_record(run_id, created="2026-01-01T00:00:00Z"))
+    assert [run.run_id for run in store.list_runs()] == ["d", "a", "c", "b"]
+    store.set_note("c", "read again")
+    assert [run.run_id for run in store.list_runs()] == ["d", "a", "c", "b"]
+
+
 def test_rows_are_readable_while_the_run_is_written(store):
     writer = store.begin(running_record())
     writer.append(requests=example_requests(2), steps=example_steps(3))

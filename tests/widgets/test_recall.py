@@ -36,7 +36,7 @@ def test_a_new_session_recalls_runs_of_its_model_and_card(store):
     with labkit.Session("Qwen/Qwen3-8B", "A10", store=store) as session:
         assert session.records() == ()
         found = session.recall()
-        assert sorted(run.config.block_size for run in found) == [16, 32]
+        assert [run.config.block_size for run in found] == [16, 32], "oldest first, in one second too"
         assert session.recall() == ()
         assert {run.run_id for run in session.records()} == {run.run_id for run in found}
         assert all(run.steps for run in found), "the whole run comes back"
