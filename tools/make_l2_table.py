@@ -36,10 +36,11 @@ def page(results: dict[str, Any], held_out: dict[str, Any]) -> str:
         f"Counted on an NVIDIA {results['card']} with `{results['command']}` ({results['made'][:10]}); made by "
         "`tools/make_l2_table.py`. Fitted to the same launches: "
         f"{100 * fit['capacity_share']:.0f} % of the L2 count, in {ways}; of reads of one tile in the same step "
-        f"{100 * fit['coalesced_near']:.0f} % are coalesced before the L2 when the programs are neighbours, "
-        f"{100 * fit['coalesced_first']:.0f} % more where these start at once, and "
-        f"{100 * fit['coalesced_far']:.0f} %/√(1 + step) more of all; where a row of K is shorter than 256 bytes, "
-        f"these shares times (row/256)^{fit['coalesced_row_power']:g}. The last {len(results['unseen'])} launches were "
+        "1 − exp(−c·√(pace/(1 + step))) meet before the L2 where the programs start at once, with c "
+        f"{fit['lockstep_next']:g} side by side in a cluster of SMs, {fit['lockstep_further']:g} further along such a "
+        f"row and {fit['lockstep_cluster']:g} for others in the cluster, and {100 * fit['coalesced_later']:.0f} % of "
+        "neighbours that start later; where a row of K is shorter than a line of 128 bytes these go with "
+        f"(row/128)^{fit['coalesced_row_power']:g}. The last {len(results['unseen'])} launches were "
         "drawn at random, and the fit has not seen them.",
         "",
         "| | value | bar | |",

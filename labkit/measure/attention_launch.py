@@ -30,7 +30,7 @@ MIN_TILES_OF_SPLIT, MAX_SPLITS = 4, 32
 # How long programs that start together keep step, beside decode of 16-bit values: 8-bit ones are unpacked first, row
 # blocks compute more in a step. Neighbours that start later find more of each other's reads on their way where a step
 # waits longer for them. Counted on an H200.
-UNPACKING_PACE, ROWS_PACE, UNPACKING_MEETS = 0.5, 0.25, 2.0
+UNPACKING_PACE, ROWS_PACE, UNPACKING_MEETS = 0.5, 0.3, 2.0
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from labkit.text import plain
 CAPACITY_SHARES = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 1.0)
 WAYS: tuple[int | None, ...] = (None, 4, 16)
 # How long programs keep step, what meets later, and the power of short rows: see `L2Calibration`.
-LOCKSTEPS = {"next": (0.0, 20.0, 30.0, 40.0), "further": (0.0, 6.0, 12.0), "cluster": (0.0, 3.0, 6.0, 10.0)}
+LOCKSTEPS = {"next": (0.0, 20.0, 28.0, 32.0, 40.0), "further": (0.0, 6.0, 12.0), "cluster": (0.0, 3.0, 6.0, 8.0)}
 LATER_SHARES, ROW_POWERS = (0.0, 0.1, 0.15, 0.2), (1.0, 1.5, 2.0)
 
 
@@ -160,8 +160,13 @@ def error_bars(compared: Sequence[Compared]) -> dict[str, dict[str, Any]]:
     }
 
 
-def read_counted(path: str | os.PathLike[str]) -> tuple[str, list[tuple[Point, Counters]]]:
+def read_counted(
+    path: str | os.PathLike[str], part: str = "rows", asked: Sequence[Point] | None = None
+) -> tuple[str, list[tuple[Point, Counters]]]:
     """Card and counted launches of a file that `labkit.measure.validate_l2` wrote; launches of today's grid only.
+
+    Args:
+        part: "rows", or "unseen" with its points as `asked`.
 
     Raises:
         FileFormatError: no such file, or one of another form.
@@ -169,10 +174,10 @@ def read_counted(path: str | os.PathLike[str]) -> tuple[str, list[tuple[Point, C
     known = {field.name for field in dataclasses.fields(Counters)}
     try:
         content = json.loads(Path(path).read_text("utf-8"))
-        rows = {row["name"]: row["counted"] for row in content["rows"]}
+        rows = {row["name"]: row["counted"] for row in content[part]}
         counted = [
             (point, Counters(**{name: value for name, value in rows[point.name].items() if name in known}))
-            for point in points()
+            for point in (points() if asked is None else asked)
             if point.name in rows
         ]
         return content["card"], counted

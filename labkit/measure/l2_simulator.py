@@ -29,7 +29,7 @@ MAX_ACCESSES = 131_072
 # A card starts programs cluster by cluster of SMs, on Hopper 8 in the first and then 16 (18 in some); reads of one
 # cluster meet, those of different ones do not. Of programs side by side the first four start closest together.
 CLUSTER_SMS, FIRST_CLUSTER_SMS, ROW_OF_NEIGHBOURS = 16, 8, 4
-AGES_OF_A_FACTOR_E, LONG_ROW_POWER = 12, 0.25
+AGES_OF_A_FACTOR_E, LONG_ROW_POWER = 12, 0.5
 
 
 @dataclass(frozen=True)

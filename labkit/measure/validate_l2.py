@@ -1,17 +1,20 @@
 """Compares the simulated L2 with counters of the card that is here; usage: python -m labkit.measure.validate_l2 OUT.
 
 Counts every point in this process, some of them under ncu too, fits what counts of the L2 to the counts, holds the fit
-against launches that it has not seen, and writes the table with its bars. One card, about three minutes.
+against launches that it has not seen, and writes the table with its bars. One card, about three minutes. With
+--counted FILE the launches are those that FILE counted before, and no card is needed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from labkit.errors import LabkitError
@@ -20,13 +23,15 @@ from labkit.measure.card_ceilings import measure_ceilings
 from labkit.measure.counters import CORE_METRICS, mean_metrics, to_counters
 from labkit.measure.cupti import CountersUnavailable
 from labkit.measure.l2_calibration import L2Calibration, load_l2_calibration
-from labkit.measure.l2_fit import Compared, compare, error_bars, fit
+from labkit.measure.l2_fit import Compared, compare, error_bars, fit, read_counted
 from labkit.measure.l2_points import NCU_POINTS, UNPACKED, Point, points, unseen_points
 from labkit.measure.l2_simulator import simulate_attention
 from labkit.measure.ncu import run_ncu
 from labkit.measure.replay import KERNELS, NUM_LAUNCHES, replay_command
+from labkit.measure.roofline import Ceilings
 from labkit.measure.run_record import Counters
 from labkit.results import at_least, at_most, write_results
+from labkit.specs.gpu_catalogue import catalogue_gpu
 from labkit.specs.gpu_spec import GpuSpec
 
 # Which reads of several SMs meet on their way to the L2 differs from launch to launch.
@@ -157,15 +162,35 @@ def validate(out: str) -> int:
     return 0 if all(entry["ok"] for entry in bars.values()) else 1
 
 
-def write_validation(out: str, found: Validation) -> dict[str, dict[str, Any]]:
-    """The table with its bars, which are returned."""
+def simulate_again(counters_file: str, out: str) -> int:
+    """Fit, compare and write anew what `counters_file` counted on a card; 0 where every bar is met.
+
+    Raises:
+        FileFormatError: it is no such file.
+    """
+    card, counted = read_counted(counters_file)
+    others = read_counted(counters_file, "unseen", unseen_points())[1]
+    content = json.loads(Path(counters_file).read_text("utf-8"))
+    gpu, values = catalogue_gpu(card), {name: entry["value"] for name, entry in content["summary"].items()}
+    calibration, ceilings = fit(gpu, counted), Ceilings(**content["rows"][0]["roofline"]["ceilings"])
+    compared, unseen = (compare(gpu, launches, calibration, ceilings) for launches in (counted, others))
+    bars = write_validation(out, Validation(
+        gpu, compared, unseen, calibration, tuple(content["refused"]), values["simulated_decode_64x4096_cpu_s"],
+        values["counted_launch_median_s"], {each["name"]: Counters(**each["ncu"]) for each in content["both_methods"]},
+        content["ncu_refused"],
+    ), f" --counted {counters_file}", counted_at=content.get("counted_at", content["made"]))  # fmt: skip
+    return 0 if all(entry["ok"] for entry in bars.values()) else 1
+
+
+def write_validation(out: str, found: Validation, options: str = "", **more: Any) -> dict[str, dict[str, Any]]:
+    """The table with its bars, which are returned; `options` of the command, `more` entries of the file."""
     both = [{"name": name, "cupti": asdict(here), "ncu": asdict(other)} for name, here, other in found.by_both]
-    bars = summary(found)
+    bars, command = summary(found), f"python -m labkit.measure.validate_l2 results/counters.json{options}"
     write_results(
-        out, command="python -m labkit.measure.validate_l2 results/counters.json", summary=bars, card=found.gpu.name,
+        out, command=command, summary=bars, card=found.gpu.name,
         rows=[_row(each) for each in found.compared], unseen=[_row(each) for each in found.unseen],
         calibration=asdict(found.calibration), refused=list(found.refused), both_methods=both,
-        ncu_refused=found.ncu_refused,
+        ncu_refused=found.ncu_refused, **more,
     )  # fmt: skip
     return bars
 
@@ -180,12 +205,13 @@ def _row(each: Compared) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: OUT.json."""
+    """Command line: OUT.json [--counted FILE]."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", help="where the table goes, such as results/counters.json")
+    parser.add_argument("--counted", help="a table whose launches were counted before: simulate them again, no card")
     options = parser.parse_args(arguments)
     try:
-        return validate(options.out)
+        return simulate_again(options.counted, options.out) if options.counted else validate(options.out)
     except LabkitError as error:
         print(error, file=sys.stderr)
         return 2

@@ -294,8 +294,8 @@ def test_what_is_coalesced_by_hand():
         0,
     ]
     known = L2Calibration(lockstep_next=2.0, lockstep_cluster=0.5, coalesced_row_power=1.5)
-    # Rows of two lines reach 2^-¼ as far; the second tile is read at age 2.
-    near, far = (sum(1 - math.exp(-reach / 2**0.25 / age**0.5) for age in (1, 2)) for reach in (2.0, 0.5))
+    # Rows of two lines reach 2^-½ as far; the second tile is read at age 2.
+    near, far = (sum(1 - math.exp(-reach / 2**0.5 / age**0.5) for age in (1, 2)) for reach in (2.0, 0.5))
     assert trace.coalesced_bytes(known) == pytest.approx((4 * near + 2 * far) * tile, rel=0.01)
     found = simulate_attention(shape, H200, UNPACKED, calibration=known, programs_per_sm=1)
     assert found.asked_bytes - found.l2_read_bytes == pytest.approx(trace.coalesced_bytes(known))
@@ -338,7 +338,7 @@ def test_short_rows_and_full_sms_and_8_bit_values_lose_step_sooner():
         return trace.coalesced_bytes(known) / trace.repeats.next_to.sum()
 
     line = met(head_dim=64)
-    assert met(head_dim=128) == pytest.approx(line / 2**0.25, rel=0.1)
+    assert met(head_dim=128) == pytest.approx(line / 2**0.5, rel=0.1)
     assert met(head_dim=128, kv_cache_dtype="fp8") < 0.8 * line
     assert met(head_dim=64, kv_cache_dtype="fp8") < 0.7 * met(head_dim=128, kv_cache_dtype="fp8")
 

@@ -117,6 +117,28 @@ def test_both_methods_are_compared(tmp_path, sensitive):
     assert [(each["name"], each["ncu"]["dram_bytes"]) for each in twice] == [(point.name, other.dram_bytes)]
 
 
+def test_what_was_counted_before_is_simulated_again_without_a_card(monkeypatch, tmp_path, sensitive):
+    """Counts, times and ncu's counters stay, the simulation is today's."""
+    monkeypatch.setattr(l2_fit, "CAPACITY_SHARES", (0.5,))
+    counted, unseen = made(sensitive, H200, L2Calibration(0.5, 16)), made(unseen_points()[:2], H200, L2Calibration(0.5))
+    wrong = dataclasses.replace(counted[0][1], l2_hit_rate=0.9)
+    ceilings = Ceilings(4.5e12, 9e14, "measured (test)")
+    compared, others = (l2_fit.compare(H200, each, L2Calibration(0.9), ceilings) for each in (counted, unseen))
+    found = validate_l2.Validation(
+        H200, compared, others, L2Calibration(0.9), (), 0.1, 0.3, {sensitive[0].name: wrong}, ""
+    )
+    source, out = tmp_path / "counters.json", tmp_path / "again.json"
+    validate_l2.write_validation(str(source), found)
+    assert validate_l2.main([str(out), "--counted", str(source)]) == 1  # five launches are not sixty
+    before, after = (json.loads(path.read_text()) for path in (source, out))
+    assert [row["counted"] for row in after["rows"]] == [row["counted"] for row in before["rows"]]
+    assert [row["roofline"] for row in after["unseen"]] == [row["roofline"] for row in before["unseen"]]
+    assert after["both_methods"] == before["both_methods"]
+    today = l2_fit.compare(H200, counted, l2_fit.fit(H200, counted))
+    assert [row["hit_error_points"] for row in after["rows"]] == [each.hit_error for each in today]
+    assert (after["counted_at"], "--counted" in after["command"]) == (before["made"], True)
+
+
 def test_ncu_counts_all_its_points_in_one_process(monkeypatch):
     names, card = NCU_POINTS[:2], dataclasses.replace(H200, uuid="GPU-second")
 
