@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import numpy as np
 import pytest
@@ -11,7 +12,14 @@ from labkit.engine.step_constants import load_constants
 from labkit.errors import UnsupportedError
 from labkit.experiments.export import to_json
 from labkit.experiments.serialise import from_plain, to_plain
-from labkit.experiments.virtual_run import VirtualOptions, simulate, stand_in_prompt, step_time_model
+from labkit.experiments.virtual_run import (
+    VirtualOptions,
+    VirtualRun,
+    simulate,
+    stand_in_prompt,
+    step_time_model,
+    virtual_engine,
+)
 from labkit.measure.run_record import RunRecord, StepRow, step_rows
 from labkit.measure.summary import summarize
 from labkit.memory import plan as memory_plan
@@ -96,6 +104,37 @@ def test_cancel_keeps_what_was_served(small):
     record = simulate(load_model("Qwen/Qwen3-8B"), load_gpu("H100 SXM"), small, is_cancelled=lambda: next(asked, True))
     assert record.status == "cancelled"
     assert 0 < len([row for row in record.requests if row.finish_reason == "length"]) < 60
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_search_for_cycles_is_as_before_after_a_run_and_after_an_error(small, is_enabled):
+    seen = []
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        simulate(
+            load_model("Qwen/Qwen3-8B"), load_gpu("L40S"), small, is_cancelled=lambda: bool(seen.append(gc.isenabled()))
+        )
+        assert gc.isenabled() is is_enabled
+        with pytest.raises(UnsupportedError):
+            simulate(load_model("Qwen/Qwen3-0.6B"), cpu_gpu(8.0), small)
+        assert gc.isenabled() is is_enabled
+    finally:
+        gc.enable()
+    assert not any(seen), "none while a run goes on"
+
+
+def test_a_run_leaves_no_cycles_while_it_goes_on(small):
+    plan = memory_plan(load_model("Qwen/Qwen3-8B"), load_gpu("L40S"), EngineConfig(max_model_len=16384))
+    constants = load_constants()
+    gc.collect()
+    gc.disable()
+    try:
+        run = VirtualRun(virtual_engine(plan, constants), small, VirtualOptions(), constants, lambda: False)
+        served = run.serve()
+        assert gc.collect() < 100
+    finally:
+        gc.enable()
+    assert len(served["requests"]) == 60
 
 
 def test_no_requests_and_requests_that_can_never_run():
