@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
-# One more than cores: tests wait for browsers and workers a quarter of their time.
-WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(8, (os.cpu_count() or 1) + 1))")
+# One more than there are cores took no less time, and 2 GB more.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 # Jupyter refuses root without it, and in a container the user is root.
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
