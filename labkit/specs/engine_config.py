@@ -26,13 +26,14 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 # vLLM's knobs of drafts and their acceptance, from 0.6 to 0.33.
 _SPECULATIVE = re.compile(r"spec(ulative|_decod|_method|_model|_tokens)|ngram_prompt|num_lookahead|typical_acceptance")
 # vLLM's other knobs that move memory, and what each would need to be planned.
-_UNPLANNED = {
-    "cpu_offload_gb": "weights in host memory", "kv_offloading_size": "KV in host memory",
-    "kv_offloading_backend": "KV in host memory", "enable_lora": "adapters", "max_loras": "adapters",
-    "max_lora_rank": "adapters", "max_cpu_loras": "adapters",
-    "decode_context_parallel_size": "KV cut along the context", "limit_mm_per_prompt": "images of a prompt",
-    "prefill_context_parallel_size": "prompts cut along the context", "enable_dbo": "two batches at once",
-}  # fmt: skip
+_UNPLANNED = (
+    (re.compile(r"lora(s|_|$)"), "adapters"),
+    (re.compile(r"^kv_offloading"), "KV in host memory"),
+    (re.compile(r"offload"), "weights in host memory"),
+    (re.compile(r"context_parallel"), "KV cut along the context"),
+    (re.compile(r"limit_mm_per_prompt"), "images of a prompt"),
+    (re.compile(r"enable_dbo"), "two batches at once"),
+)
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)\s*%")
 
 
@@ -318,11 +319,13 @@ class EngineConfig:
                         works="leaving it out, or adding vLLM's flag to the exported command",
                         knob=plain(name, 80),
                     )
-                if name in _UNPLANNED:
+                unplanned = next((what for pattern, what in _UNPLANNED if pattern.search(name)), "")
+                if unplanned:
                     raise UnsupportedError(
-                        f"labkit does not plan vLLM's {name}: {_UNPLANNED[name]}",
-                        works="leaving it out, or adding vLLM's flag to the exported command", knob=name,
-                    )  # fmt: skip
+                        f"labkit does not plan vLLM's {plain(name, 80)}: {unplanned}",
+                        works="leaving it out, or adding vLLM's flag to the exported command",
+                        knob=plain(name, 80),
+                    )
                 close = nearest(name, names)
                 hint = f"; did you mean {close}?" if close else ""
                 raise UnknownNameError(f"EngineConfig has no knob {plain(name, 80)!r}{hint}", works=close)
