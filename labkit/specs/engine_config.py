@@ -23,16 +23,18 @@ KV_CACHE_DTYPES = (
 # (half a GiB) and what the engine takes only after its profile: sampling, workspaces, the allocator's rounding.
 HIGHEST_UTILIZATION = 0.95
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-# vLLM's knobs of drafts and their acceptance, from 0.6 to 0.33.
-_SPECULATIVE = re.compile(r"spec(ulative|_decod|_method|_model|_tokens)|ngram_prompt|num_lookahead|typical_acceptance")
-# vLLM's other knobs that move memory, and what each would need to be planned.
+# Kinds of vLLM's other knobs that move memory, from 0.6 to 0.33, and why labkit has none of them.
 _UNPLANNED = (
-    (re.compile(r"lora(s|_|$)"), "adapters"),
-    (re.compile(r"^kv_offloading"), "KV in host memory"),
-    (re.compile(r"offload"), "weights in host memory"),
-    (re.compile(r"context_parallel"), "KV cut along the context"),
-    (re.compile(r"limit_mm_per_prompt"), "images of a prompt"),
-    (re.compile(r"enable_dbo"), "two batches at once"),
+    (
+        re.compile(r"spec(ulative|_decod|_method|_model|_tokens)|ngram_prompt|num_lookahead|typical_acceptance"),
+        "labkit has no speculative decoding, so it has no knob {}",
+    ),
+    (re.compile(r"lora(s|_|$)"), "labkit does not plan vLLM's {}: adapters"),
+    (re.compile(r"^kv_offloading"), "labkit does not plan vLLM's {}: KV in host memory"),
+    (re.compile(r"offload"), "labkit does not plan vLLM's {}: weights in host memory"),
+    (re.compile(r"context_parallel"), "labkit does not plan vLLM's {}: KV cut along the context"),
+    (re.compile(r"limit_mm_per_prompt"), "labkit does not plan vLLM's {}: images of a prompt"),
+    (re.compile(r"enable_dbo"), "labkit does not plan vLLM's {}: two batches at once"),
 )
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)\s*%")
 
@@ -313,16 +315,10 @@ class EngineConfig:
         names = [knob.name for knob in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in names:
-                if _SPECULATIVE.search(name):
+                sentence = next((sentence for pattern, sentence in _UNPLANNED if pattern.search(name)), "")
+                if sentence:
                     raise UnsupportedError(
-                        f"labkit has no speculative decoding, so it has no knob {plain(name, 80)}",
-                        works="leaving it out, or adding vLLM's flag to the exported command",
-                        knob=plain(name, 80),
-                    )
-                unplanned = next((what for pattern, what in _UNPLANNED if pattern.search(name)), "")
-                if unplanned:
-                    raise UnsupportedError(
-                        f"labkit does not plan vLLM's {plain(name, 80)}: {unplanned}",
+                        sentence.format(plain(name, 80)),
                         works="leaving it out, or adding vLLM's flag to the exported command",
                         knob=plain(name, 80),
                     )

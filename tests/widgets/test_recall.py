@@ -32,6 +32,18 @@ def store(tmp_path_factory) -> str:
     return path
 
 
+def broken_copy(store: str, folder: Path, statement: str) -> tuple[Path, str, str]:
+    """A copy of the store whose older run of Qwen3-8B `statement` has broken, that run's id and the other's."""
+    copy = folder / "runs.sqlite3"
+    copy.write_bytes(Path(store).read_bytes())
+    with labkit.Session("Qwen/Qwen3-8B", "A10", store=str(copy)) as session:
+        older, newer = (run.run_id for run in session.recall())
+    with contextlib.closing(sqlite3.connect(copy)) as database:
+        database.execute(statement, (older,))
+        database.commit()
+    return copy, older, newer
+
+
 def test_a_new_session_recalls_runs_of_its_model_and_card(store):
     with labkit.Session("Qwen/Qwen3-8B", "A10", store=store) as session:
         assert session.records() == ()
@@ -64,13 +76,7 @@ def test_the_button_brings_them_into_the_table(store):
 
 
 def test_a_run_of_another_version_is_named_and_hides_no_other(store, tmp_path):
-    copy = tmp_path / "runs.sqlite3"
-    copy.write_bytes(Path(store).read_bytes())
-    with labkit.Session("Qwen/Qwen3-8B", "A10", store=str(copy)) as session:
-        old, kept = (run.run_id for run in session.recall())
-    with contextlib.closing(sqlite3.connect(copy)) as database:
-        database.execute("UPDATE runs SET head = '{}' WHERE run_id = ?", (old,))
-        database.commit()
+    copy, old, kept = broken_copy(store, tmp_path, "UPDATE runs SET head = '{}' WHERE run_id = ?")
     with labkit.Session("Qwen/Qwen3-8B", "A10", store=str(copy)) as session:
         panel = Panel(session, EngineConfig(max_model_len=2048))
         panel.editor.earlier.click()
@@ -84,13 +90,9 @@ def test_a_run_of_another_version_is_named_and_hides_no_other(store, tmp_path):
 
 
 def test_a_run_whose_rows_are_damaged_is_named_and_the_others_come_back(store, tmp_path):
-    copy = tmp_path / "runs.sqlite3"
-    copy.write_bytes(Path(store).read_bytes())
-    with labkit.Session("Qwen/Qwen3-8B", "A10", store=str(copy)) as session:
-        damaged, kept = (run.run_id for run in session.recall())
-    with contextlib.closing(sqlite3.connect(copy)) as database:
-        database.execute("UPDATE run_rows SET payload = '[[1' WHERE run_id = ? AND kind = 'step'", (damaged,))
-        database.commit()
+    copy, damaged, kept = broken_copy(
+        store, tmp_path, "UPDATE run_rows SET payload = '[[1' WHERE run_id = ? AND kind = 'step'"
+    )
     with labkit.Session("Qwen/Qwen3-8B", "A10", store=str(copy)) as session:
         with pytest.warns(UserWarning, match=f"run {damaged} in .* cannot be read"):
             assert [run.run_id for run in session.recall()] == [kept]
